@@ -1,4 +1,4 @@
-"""How many bytes the replicas of an optimizer send each other in an update."""
+"""`CommunicationReport`: the bytes that replicas send per update."""
 
 from __future__ import annotations
 
@@ -15,65 +15,64 @@ from keras_shardopt.update.pipeline import Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationReport:
-    """What each replica sends in an update. `print` shows it in words.
+    """Bytes that each replica sends per update. `print` shows them as text.
 
-    Counted where a framework's collectives are called, from the tensors that they are given, as if replicas formed a
-    ring: a replica sends $2 (N - 1) / N$ of what is reduced to all, $(N - 1) / N$ of what is reduced in slices or
-    exchanged, and $N - 1$ times what is gathered. What a trainer says about rows, losses and metrics is not counted.
+    They are counted at each collective call, from the shapes and dtypes of its tensors, for the ring algorithm. A
+    replica sends $2 (N - 1) / N$ of the bytes of an all-reduce, $(N - 1) / N$ of a reduce-scatter or all-to-all, and
+    $N - 1$ times those of an all-gather. A trainer's exchange of rows, losses and metrics is not counted.
     """
 
     collectives: list[Collective]
-    """Those of the last update; where steps are compiled, those in the compiled step. PowerSGD: after the warm-up.
+    """The collectives of the last update, or of the compiled step. PowerSGD: after the warm-up.
 
-    With `LocalSGD`, once its warm-up is over, those of a round: of the last one, or of those in the compiled step.
+    With `LocalSGD`, after its warm-up: those of the last sync step, or of the one in the compiled step.
     """
 
     float32_bytes: float
-    """What the reduction of the same gradients sends, where they are float32 and sent as they are."""
+    """The bytes to reduce the same gradients uncompressed in float32."""
 
     num_updates: int = 1
-    """In how many updates these collectives come: with `LocalSGD` in those of a round."""
+    """The number of updates that these collectives serve: with `LocalSGD`, the updates per sync step."""
 
     @property
     def bytes_per_update(self) -> float:
-        """How many bytes each replica sends, on average over these updates."""
+        """Bytes that each replica sends per update, on average."""
         return sum(collective.bytes_sent for collective in self.collectives) / self.num_updates
 
     @property
     def ratio(self) -> float:
-        """`bytes_per_update` in units of `float32_bytes`; 0 where nothing is sent."""
+        """`bytes_per_update` divided by `float32_bytes`; 0 without communication."""
         return self.bytes_per_update / self.float32_bytes if self.float32_bytes else 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.bytes_per_update:,.0f} bytes per replica and update, {self.ratio:.3f} of float32's"]
         if self.num_updates > 1:
-            lines.append(f"  in a round of {self.num_updates} updates:")
-        alike: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
+            lines.append(f"  per {self.num_updates} updates (one sync step):")
+        grouped: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
         for each in self.collectives:
-            alike[(each.kind, *each.dtypes)].append(each)
-        for (kind, *dtypes), found in alike.items():
+            grouped[(each.kind, *each.dtypes)].append(each)
+        for (kind, *dtypes), found in grouped.items():
             sent = sum(each.bytes_sent for each in found)
             lines.append(f"  {len(found)} {kind} of {', '.join(dtypes)}: {sent:,.0f} bytes")
         return "\n".join(lines)
 
 
 class ReportsCommunication:
-    """Has a report of what the replicas of its last update have sent."""
+    """Reports the communication of an optimizer's last update."""
 
     pipeline: Pipeline
     extension_stages: list[ExtensionStage]
     _trainable_variables: list[Variable]
 
     def communication_report(self) -> CommunicationReport:
-        """What each replica sends in an update: the bytes, their ratio to those of float32, and the collectives.
+        """Reports the bytes that each replica sends per update, their ratio to float32, and the collectives.
 
-        Nothing before the first update, with one replica, and where gradients come reduced (`fit` of a JAX model that
-        is not prepared, or needs no local gradients; PyTorch's DDP). With `LocalSGD` it is the mean over the updates
-        of a round; on PyTorch nothing between the warm-up and the first one.
+        The report is empty before the first update, with one replica, and if gradients arrive reduced: under
+        PyTorch's DDP, and in `fit` of a JAX model that is not prepared or uses no per-replica option. With `LocalSGD`
+        it is the mean over the updates of a sync step; on PyTorch it is empty between warm-up and first sync step.
 
         Returns:
-            A `CommunicationReport`, to `print` or to read: `bytes_per_update`, `float32_bytes`, `ratio`, `collectives`,
-            `num_updates`.
+            A `CommunicationReport` with `bytes_per_update`, `float32_bytes`, `ratio`, `collectives`, `num_updates`.
 
         Example:
             >>> import keras, keras_shardopt as ks

@@ -1,4 +1,4 @@
-"""CrossShard: gradients inside it are global."""
+"""CrossShard: averages gradients over replicas."""
 
 from __future__ import annotations
 
@@ -42,46 +42,47 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState, HasOptions):
-    r"""Averages gradients over all replicas once, so that the inner optimizer sees those of the whole batch.
+    r"""Averages gradients over all replicas, once per update.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
-    $\frac{1}{N} \sum_r g_r$ on each of them, or $\sum_r g_r$ with `reduction="sum"`. With one replica it runs
-    unchanged, bit for bit (on PyTorch with `torch=TorchSpeed(fused=False)`). Replicas are the devices of the strategy
-    in whose scope the model was built (TensorFlow), of a `keras.distribution` or a mapped axis (JAX), or the ranks of
-    `torch.distributed`, which take rank 0's weights before the first update.
+    $\frac{1}{N} \sum_r g_r$ on each of them, or $\sum_r g_r$ with `reduction="sum"`. With one replica, updates are
+    bitwise identical to the inner optimizer's (on PyTorch with `torch=TorchSpeed(fused=False)`).
+
+    Replicas are the devices of the strategy that the model was built in (TensorFlow), of a `keras.distribution` or a
+    mapped axis (JAX), or the ranks of `torch.distributed`. Ranks take rank 0's weights before the first update.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or its name or config. It may be a wrapper itself.
-        reduction: "mean" (default) or "sum"; TF1's "weighted_mean" and "weighted_sum" mean the same.
-        group_assignment: lists of replica ids, all as long, that average among themselves, such as
-            `[[0, 1], [2, 3]]`; None for all together. See [groups](../reduction.md#mean-sum-groups).
-        gradients: "auto" (default), "local", "prescaled", "summed" or "global": how a replica's gradients arrive,
-            where that cannot be found. See [who reduces gradients](../reduction.md).
-        gradient_accumulation_steps: int >= 1 or None. Micro-batches per update; only the last one communicates, and
-            everything counts updates. See [accumulation](../accumulation.md).
-        replica_clipnorm: float > 0 or None. The largest global norm of each replica's own gradient, before the mean,
-            in units of its mean loss. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
+        inner_optimizer: a `keras.optimizers.Optimizer` or a wrapper, or its name or config.
+        reduction: "mean" (default) or "sum". TF1's "weighted_mean" and "weighted_sum" are synonyms.
+        group_assignment: lists of replica ids, all of the same length, such as `[[0, 1], [2, 3]]`. Each group averages
+            separately. None (default) is one group. See [groups](../reduction.md#mean-sum-groups).
+        gradients: "auto" (default), "local", "prescaled", "summed" or "global": how a replica's gradients arrive, if
+            "auto" cannot detect it. See [who reduces gradients](../reduction.md).
+        gradient_accumulation_steps: int >= 1 or None. Micro-batches per update. Only the last one communicates, and
+            counters and schedules count updates. See [accumulation](../accumulation.md).
+        replica_clipnorm: float > 0 or None. Maximum global norm of each replica's own gradients, before the mean, in
+            units of its mean loss. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
         replica_transform: a function `(grads, variables) -> grads` or None, for each replica's own gradients, before
-            they are clipped. Entries may be None. To be saved it must be registered with Keras.
-        on_nonfinite: "ignore" (default), "skip" or "raise": what becomes of updates with NaN or infinity in a
-            gradient of any replica. See [NaN and infinity](../nonfinite.md).
-        shard_state: bool, False by default. Whether each replica keeps its part of the optimizer state only (ZeRO
-            stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
+            `replica_clipnorm`. Entries may be None. Saving requires a function registered with Keras.
+        on_nonfinite: "ignore" (default), "skip" or "raise": the treatment of an update if a gradient of any replica
+            has NaN or infinity. See [NaN and infinity](../nonfinite.md).
+        shard_state: bool, False by default. True divides the optimizer state among replicas (ZeRO stage 1). All
+            processes must then save together. See [sharded state](../sharded_state.md).
         compression: None (default), "float16", "bfloat16", "int8", "int4", "powersgd" or an object of
-            `keras_shardopt.compression`: how gradients are sent. See [fewer bytes](../compression.md).
-        extensions: a list of `LocalSGD` (see [local SGD](../local_sgd.md)) and `VirtualReplicas` (see
-            [equal bits](../randomness.md)) objects, at most one of each.
-        torch: a `TorchSpeed` or None (default). PyTorch: the settings of [speed](../torch_speed.md).
-        stages: further `keras_shardopt.Stage` objects, in the order in which gradients pass through them. See
+            `keras_shardopt.compression`. See [fewer bytes](../compression.md).
+        extensions: a list with at most one `LocalSGD` (see [local SGD](../local_sgd.md)) and at most one
+            `VirtualReplicas` (see [reproducible results](../randomness.md)).
+        torch: a `TorchSpeed` or None (default). Settings for PyTorch; see [speed](../torch_speed.md).
+        stages: a list of `keras_shardopt.Stage` objects; gradients pass through them in this order. See
             [custom stages](../stages.md).
-        axis_name: str, "batch" by default. JAX: the name of the mapped axis over which replicas are laid out.
-        name: str or None for one made of the class name.
-        **old: arguments that are objects now, for one more release: those of `TorchSpeed`, and of the extensions.
+        axis_name: str, "batch" by default. JAX: the name of the mapped axis of the replicas.
+        name: str or None (default: derived from the class name).
+        **old: deprecated arguments, accepted for one more release. `TorchSpeed` and the extensions replace them.
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if one has an unknown value or contradicts another; when it is built or first used, on every
-            process, if its replicas cannot do what was asked, or do not train the same. Each message names the fix.
+        ValueError: if an argument has an unknown value or contradicts another; when it is built or first used, on
+            every process, if replicas do not support an option or train different models. Messages name the fix.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -92,8 +93,8 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         [0.0, 1.0]
 
     References:
-        `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores; here
-        `reduction` means the same wherever gradients are reduced. A replica named twice is refused here.
+        `tf.compat.v1.tpu.CrossShardOptimizer`. It scaled the loss by 1/N and summed gradients over TPU cores; here
+        `reduction` gives the same result on each backend. Here a replica in two groups is an error.
     """
 
     _makes_gradients_global = True
@@ -132,7 +133,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
             axis_name=axis_name,
             **with_objects(extensions, torch, old),
         )
-        self._options = options  # Keras' constructor, which is yet to come, asks for some of them
+        self._options = options  # before Keras' constructor, because that reads some of them
         super().__init__(inner_optimizer, name=name)
         refuse_local_gradients_inside(self.inner)
         refuse_accumulation_inside(base_optimizers(self), options.gradient_accumulation_steps)
@@ -140,9 +141,9 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         self._skips_inside = any(map(_skips_overflows, self._inside))
         if self._skips_inside and on_nonfinite == "raise":
             raise ValueError(
-                '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
-                f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
-                'scaling skips such updates. With `on_nonfinite="skip"` the replica can be read, too.'
+                '`on_nonfinite="raise"` would end training at the first overflow, but a dynamic loss scaling inside '
+                f"needs overflows to find its scale. Received: inner_optimizer={self.inner!r}. Leave out "
+                '`on_nonfinite`: the loss scaling skips such updates. `on_nonfinite="skip"` also reports the replica.'
             )
         self._scope = GradientScope()
         self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
@@ -169,7 +170,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """How many micro-batches make an update; of the innermost optimizer where this one does not accumulate."""
+        """Number of micro-batches per update; without its own value, that of the innermost optimizer."""
         own: int | None = self._options.gradient_accumulation_steps
         return super().gradient_accumulation_steps if own is None else own
 
@@ -178,10 +179,10 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         own = self._options.gradient_accumulation_steps
         if own is None:
             OptimizerWrapper.gradient_accumulation_steps.__set__(self, value)
-        elif value != own and "accumulation" in vars(self):  # Keras' own constructor sets it as well
+        elif value != own and "accumulation" in vars(self):  # Keras' constructor sets it as well
             raise ValueError(
                 "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
-                f"Received: {value!r}, for {self!r}. Make a new one."
+                f"Received: {value!r}, for {self!r}. Create a new one."
             )
 
     # -- building and files --------------------------------------------------------------------------------------
@@ -201,31 +202,31 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     @property
     def _lasting_state(self) -> list[Variable]:
-        """The variables that files hold: those of extensions. Files hold no unfinished accumulation window."""
+        """The variables in files: those of extensions. Files do not store an unfinished accumulation window."""
         return [variable for extension in self.extension_stages for variable in extension.lasting]
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """State of stages with a different value on each replica, and divided state."""
+        """Divided state, and state of stages with a different value on each replica."""
         return [*self.pipeline.replica_state, *super()._replica_state]
 
     @property
     def _shared_own_variables(self) -> list[Variable]:
         """This optimizer's own variables that are equal on all replicas."""
-        apart = {id(v) for v in self._replica_state}
-        return [v for v in self._variables if id(v) not in apart]
+        per_replica = {id(v) for v in self._replica_state}
+        return [v for v in self._variables if id(v) not in per_replica]
 
     def _on_file(self, loads: bool) -> None:
         super()._on_file(loads)
         if loads and self.built:
-            self.pipeline.reset()  # and so a window of micro-batches
+            self.pipeline.reset()  # discards an unfinished accumulation window
         else:
             self.pipeline.before_look()
 
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
+        """Makes the gradients global and updates with them. When accumulating, updates at the end of a window."""
         if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
@@ -250,29 +251,29 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         return loss
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """See `keras.optimizers.Optimizer.finalize_variable_values`. Tells the other ranks that this one has ended."""
+        """See `keras.optimizers.Optimizer.finalize_variable_values`. Signals the end of training to other ranks."""
         started = self.peers.still_there()
         if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)
-        if runtime.updates_are_stateless:  # no step can have raised
+        if runtime.updates_are_stateless:  # a compiled step cannot have raised
             self.check_finite()
         else:
             self.pipeline.before_look()
         super().finalize_variable_values(var_list)
 
     def _written(self) -> list[Variable]:
-        """All that an update reads or assigns."""
-        private = [variable for extension in self.extension_stages for variable in extension.private]
-        return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.carried]
+        """All variables that an update reads or assigns."""
+        per_replica = [variable for extension in self.extension_stages for variable in extension.private]
+        return [*self._trainable_variables, *self._shared_variables, *per_replica, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:
-        """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
+        """Raises: Keras' LossScaleOptimizer would check gradients before the reduction."""
         raise ValueError(
-            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
-            "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
+            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it. Outside, it checks the gradients of "
+            "one replica only, so replicas skip different steps, and then diverge or deadlock. "
             "Use `CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. "
-            'Under the "mixed_float16" policy, where `compile` puts one around an optimizer that does not scale the '
-            "loss: `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
+            'Under the "mixed_float16" policy, `compile` adds one to an optimizer that does not scale the loss. '
+            "There, use `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
         )
 
     def get_config(self) -> dict[str, Any]:
@@ -281,7 +282,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """The reverse of `get_config`. `config` is left as it is."""
+        """Reverses `get_config`. Does not change `config`."""
         loaded: Any = super().from_config(CrossShardOptions.from_config(config, custom_objects, cls), custom_objects)
         loaded.peers.is_loaded = True
         return loaded
@@ -291,7 +292,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
 
 def cross_shards(optimizer: Optimizer) -> list[CrossShard]:
-    """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
+    """Returns each `CrossShard` of an optimizer, outermost first: itself and those inside; none for None."""
     chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
 

@@ -1,4 +1,4 @@
-"""Gradients whose global norm stays within a limit: GradientClipping, and two functions for custom training loops."""
+"""Clipping by global norm: GradientClipping, and two functions for custom training loops."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class GradientClipping(OptimizerWrapper):
-    r"""Scales all gradients by one factor, so that their global norm is at most `clip_gradients`.
+    r"""Scales all gradients by one factor to limit their global norm to `clip_gradients`.
 
     With $n = \sqrt{\sum_i \lVert g_i \rVert^2}$ over all gradients and $c$ = `clip_gradients`, the inner optimizer
-    sees $g_i \cdot \min(1, c / n)$. Norm and product are taken in float32, and each gradient then has the dtype of
-    its variable. Gradients within the limit keep every bit. None gradients are left out, and of sparse ones
-    (`tf.IndexedSlices`) the listed rows count one by one, also where a row is listed twice.
+    gets $g_i \cdot \min(1, c / n)$. The norm and the product are computed in float32, and each result has the dtype of
+    its variable. Gradients within the limit are bitwise unchanged. None gradients are ignored. The rows of a sparse
+    gradient (`tf.IndexedSlices`) count individually, even if they repeat an index.
 
-    Where a gradient is infinite, $n$ is infinite and the factor 0: finite elements become 0 and the infinite one
-    NaN, so that a finite check further inside still sees the overflow. (With `global_clipnorm` of Keras everything
-    becomes NaN.) A NaN makes everything NaN.
+    If a gradient is infinite, $n$ is infinite and the factor is 0: finite elements become 0 and the infinite one NaN.
+    A finite check further inside still detects it. (Keras' `global_clipnorm` makes all elements NaN.) A NaN makes all
+    elements NaN.
 
-    Inside `CrossShard` the gradients are global, so the norm is that of the gradient of the whole batch. The limit
-    holds for gradients of the loss itself: if the inner optimizer scales the loss, the limit is scaled alike. If the
-    inner optimizer accumulates (its `gradient_accumulation_steps`), each micro-batch's gradient is clipped by itself,
-    before it is added, so that a mean of them is within the limit too, but is not the clipped mean. To clip what was
-    accumulated, use `global_clipnorm` of the inner optimizer, or `Tower` around this.
+    Inside `CrossShard` gradients are global, so the norm is that of the whole batch. The limit applies to unscaled
+    gradients: if the inner optimizer scales the loss, the limit is scaled as well. If the inner optimizer accumulates
+    (its `gradient_accumulation_steps`), each micro-batch's gradient is clipped before it is added. The mean is then
+    within the limit, but it is not the clipped mean. To clip the accumulated gradient, use `global_clipnorm` of the
+    inner optimizer, or `Tower` around this wrapper.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
-        clip_gradients: float > 0. The largest global norm.
-        name: str or None. None makes a name of the class name.
+        inner_optimizer: a `keras.optimizers.Optimizer`, or its name or config.
+        clip_gradients: float > 0. The maximum global norm.
+        name: str or None (default: derived from the class name).
 
     Raises:
         TypeError: if `clip_gradients` is not a number.
-        ValueError: if `clip_gradients` is not > 0; if a `CrossShard` is inside, because the norm would be that of
-            one replica's gradients.
+        ValueError: if `clip_gradients` is not > 0; if a `CrossShard` is inside, because the norm would be that of one
+            replica's gradients.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -68,7 +68,7 @@ class GradientClipping(OptimizerWrapper):
         [0.7, 1.6]
 
     References:
-        The argument `clip_gradients` of OpenSeq2Seq's `optimize_loss`, which failed on None gradients and on scalar
+        The argument `clip_gradients` of OpenSeq2Seq's `optimize_loss`. It failed with None gradients and scalar
         variables. Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
 
@@ -78,17 +78,16 @@ class GradientClipping(OptimizerWrapper):
     _arguments = ("clip_gradients",)
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
-        fix = "Leave `GradientClipping` out to not clip."
+        fix = "Remove `GradientClipping` to disable clipping."
         clip_gradients = check.real("clip_gradients", clip_gradients, above=0, finite=False, fix=fix)
         super().__init__(inner_optimizer, name=name)
         self.clip_gradients = clip_gradients
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Clips the gradients together."""
+        """Clips all gradients by their common norm."""
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
-        seen = [grads[i] for i in clipped]
-        norm = global_norm(seen)
+        norm = global_norm([grads[i] for i in clipped])
         norm = norm_over_replicas(norm) if self._scope.holds_slices else norm
         factor = factor_within(norm, ops.cast(self.clip_gradients * self._incoming_scale(), dtype_of(norm)))
         factors = [None if overwrites_variable(variable) else factor for variable in variables]
@@ -100,7 +99,7 @@ class GradientClipping(OptimizerWrapper):
 
 
 def norm_over_replicas(norm: Tensor) -> Tensor:
-    """The norm of what all replicas have together, from that of what each has."""
+    """Returns the norm over all replicas' slices, from the norm of this replica's slices."""
     (total,) = runtime.communicator("batch").all_reduce([ops.reshape(ops.square(norm), (1,))], "sum")
     return ops.sqrt(total[0])
 
@@ -108,25 +107,25 @@ def norm_over_replicas(norm: Tensor) -> Tensor:
 def clip_by_global_norm(
     t_list: Sequence[Tensor | None], clip_norm: float | Tensor, use_norm: Tensor | None = None
 ) -> tuple[list[Tensor | None], Tensor]:
-    r"""Scales all tensors by one factor, so that their global norm is at most `clip_norm`.
+    r"""Scales all tensors by one factor to limit their global norm to `clip_norm`.
 
     With $n$ the global norm and $c$ = `clip_norm`, each tensor $t$ becomes $t \cdot \min(1, c / n)$. Tensors within
-    the limit come back bit for bit. The product is taken in float32 and has the dtype of its tensor.
+    the limit are bitwise unchanged. The product is computed in float32 and has the dtype of its tensor.
 
-    An infinite element makes $n$ infinite and the factor 0: finite elements become 0 and the infinite one NaN, so
-    that a later finite check still sees the overflow. A NaN makes everything NaN.
+    An infinite element makes $n$ infinite and the factor 0: finite elements become 0 and the infinite one NaN. A later
+    finite check still detects it. A NaN makes all elements NaN.
 
     Args:
-        t_list: a list or tuple of tensors of any shapes. None entries stay None; of `tf.IndexedSlices` the listed
-            rows are scaled, and count one by one in the norm.
+        t_list: a list or tuple of tensors of any shapes. None entries stay None. The rows of `tf.IndexedSlices` are
+            scaled, and count individually in the norm.
         clip_norm: a number >= 0, or a scalar tensor.
-        use_norm: the global norm, where it is known already; None computes it.
+        use_norm: the global norm if it is already computed; None computes it.
 
     Returns:
         A pair: the list of scaled tensors, and the global norm before scaling, a scalar.
 
     Raises:
-        TypeError: if `t_list` is no list or tuple.
+        TypeError: if `t_list` is not a list or tuple.
         ValueError: if `clip_norm` is a number < 0.
 
     Example:
@@ -137,16 +136,16 @@ def clip_by_global_norm(
         (5.0, [0.6, 0.8], None)
 
     References:
-        `clip_by_global_norm` of OpenSeq2Seq's `optimizers.py`, which follows `tf.clip_by_global_norm` but gives zeros
-        instead of NaN next to an infinite element. There None entries and scalars failed, and `use_norm` had to be
-        given.
+        `clip_by_global_norm` of OpenSeq2Seq's `optimizers.py`. It follows `tf.clip_by_global_norm`, but returns zeros
+        instead of NaN next to an infinite element. There, None entries and scalars failed, and `use_norm` was
+        required.
     """
     is_list = isinstance(t_list, (list, tuple))
     odd = [t for t in t_list if t is not None and not _is_numbers(t)] if is_list else []
     if odd or not is_list:
         what = f"with {check.with_article(type(odd[0]).__name__)} in it" if odd else check.with_article(t_list)
         raise TypeError(
-            f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
+            f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor in a list."
         )
     _check_limit("clip_norm", clip_norm)
     if use_norm is not None and not _is_scalar(use_norm):
@@ -162,15 +161,15 @@ def clip_gradients_by_norm(
 ) -> list[tuple[Tensor | None, Variable]]:
     """Clips the gradients of (gradient, variable) pairs by their global norm.
 
-    As `clip_by_global_norm`; each gradient then has the dtype of its variable. It belongs between the computing and
-    the applying of gradients that are global already. `GradientClipping` does the same inside an optimizer.
+    It clips like `clip_by_global_norm`; each gradient then has the dtype of its variable. Call it with global
+    gradients, before they are applied. `GradientClipping` does the same inside an optimizer.
 
     Args:
         grads_and_vars: pairs of a gradient (or None) and its variable.
-        clip_gradients: a number >= 0, or a scalar tensor: the largest global norm.
+        clip_gradients: a number >= 0, or a scalar tensor: the maximum global norm.
 
     Returns:
-        A list of such pairs.
+        A list of such pairs, with clipped gradients.
 
     Raises:
         ValueError: if `clip_gradients` is a number < 0.
@@ -211,21 +210,21 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _rank(value: Any) -> int | None:
-    """Of a tensor, variable or array; None of anything else."""
+    """Returns the rank of a tensor, variable or array; None for other values."""
     shape = getattr(value, "shape", None)
     try:
         return None if shape is None or not hasattr(value, "dtype") else len(shape)
-    except (TypeError, ValueError):  # TensorFlow does not know it yet
+    except (TypeError, ValueError):  # TensorFlow: the rank is unknown while tracing
         return 0
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether it is a tensor, sparse or not, or what can be made one."""
+    """Whether the value is a tensor, sparse or not, or can be converted to one."""
     if is_sparse(value) or ops.is_tensor(value) or isinstance(value, keras.Variable):
         return True
     try:
         array = np.asarray(value)
-    except Exception:  # lists of unequal lengths, objects with ideas of their own
+    except Exception:  # lists of unequal lengths, objects with a custom `__array__`
         return False
     return array.dtype.kind in "fiu" or "float" in str(array.dtype)
 

@@ -1,7 +1,6 @@
 """AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step.
 
-Two algorithms, each a pure transition of a few scalars. Who keeps them, and when a step is skipped, is not decided
-here.
+Each of its two algorithms is a pure function from one state, a few scalars, to the next.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from keras_shardopt.backends import norms
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
 
-_INT = "int"  # as wide as the backend has it, as Keras' own counters
+_INT = "int"  # the backend's int type, as for Keras' counters
 
-# By name: the default of the originals, the type (an int is no float, as there), and whether a value makes sense.
+# By name: OpenSeq2Seq's default, the type (an int is not accepted as a float, as there), and the valid range.
 _Rule = tuple[Any, type, Callable[[Any], bool], str]
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
 _DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
@@ -40,48 +39,49 @@ _PARAMS: dict[str, dict[str, _Rule]] = {
     },
 }
 _NAMES = {"backoff": "Backoff", "logmax": "LogMax"}
-_LOG2_OF_LARGEST = 16.0  # float16 ends just below 2^16
+_LOG2_OF_LARGEST = 16.0  # float16's maximum is just below 2^16
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class AutomaticLossScaler:
-    r"""Finds the scale of a loss whose gradients are as large as float16 can hold, but no larger.
+    r"""Adjusts a loss scale so that gradients use float16's range without overflow.
 
-    An *overflow* is a gradient with a NaN or an infinite element. With $s$ the scale, each call of `update` makes
+    An *overflow* is a gradient with a NaN or an infinite element. With $s$ the scale, each call of `update` computes
+
 
     - `"Backoff"`: on an overflow $s \leftarrow s / f$; otherwise, on each $w$-th good step since the last overflow
       (or the start), $s \leftarrow s \cdot f$; both kept within `scale_min` and `scale_max`. $f$ = `step_factor`,
       $w$ = `step_window`. It starts at `scale_max`.
     - `"LogMax"`: with $a$ the largest absolute value among the unscaled gradients and $x = \log_2 a$, running means
-      $\mu$ of $x$ (decay `beta1`), $m$ of $x$ and $q$ of $x^2$ (decay `beta2`), all without the bias of their start
-      at 0, and $\sigma = \sqrt{\max(0, q - m^2)}$: $s \leftarrow 2^{16 - (\mu + z \sigma)}$ within the bounds, where
-      $z$ = `overflow_std_dev`. So if $x$ is normal, 99.9 % of the gradients stay below $2^{16}$. It starts at 1, or
-      at the nearer bound.
+      $\mu$ of $x$ (decay `beta1`), $m$ of $x$ and $q$ of $x^2$ (decay `beta2`), each corrected for its start at 0,
+      and $\sigma = \sqrt{\max(0, q - m^2)}$: $s \leftarrow 2^{16 - (\mu + z \sigma)}$ within the bounds, with
+      $z$ = `overflow_std_dev`. If $x$ is normally distributed, 99.9 % of the gradients stay below $2^{16}$. It starts
+      at 1, or at the nearer bound.
 
-    Two bugs of the original LogMax are repaired. On an overflow it took $x = 2^{\text{log\_max}}$, a number where a
-    logarithm belongs, which held the scale at `scale_min` for some 11 860 steps: here $x$ = `log_max`. A gradient of
-    zeros made the scale NaN for ever: here it doubles the scale and leaves the means unchanged, since it may be zero
-    because the scale is too small.
+    This class repairs two bugs of the original LogMax. On an overflow the original used $x = 2^{\text{log\_max}}$
+    instead of the logarithm, so the scale stayed at `scale_min` for about 11,860 steps. Here $x$ = `log_max`. A
+    gradient of zeros made its scale NaN permanently. Here it doubles the scale, because zeros may be underflow, and
+    leaves the means unchanged.
 
-    `LossScaling` and `MixedPrecision` take one of these and call it. Alone it keeps its state itself, and the calls
-    may be part of a compiled step on TensorFlow and PyTorch; on JAX use `next_state`, which is pure.
+    Pass it to `LossScaling` or `MixedPrecision`, or use it alone: it then keeps its state in variables. Its methods
+    work in compiled steps on TensorFlow and PyTorch. On JAX, use `next_state`, a pure function.
 
     Args:
-        algorithm: "Backoff" (default) or "LogMax", in any case.
-        params: dict or None. Those of the algorithm; the ones left out have the originals' defaults:
+        algorithm: "Backoff" (default) or "LogMax"; case is ignored.
+        params: dict or None. Parameters of the algorithm, with the originals' defaults:
 
             - both: `scale_min` 1.0, `scale_max` 16384.0 (floats > 0);
             - "Backoff": `step_factor` 2.0 (float > 1), `step_window` 2000 (int >= 1);
             - "LogMax": `log_max` 16.0 (float), `beta1` 0.99 and `beta2` 0.999 (floats in [0, 1)),
               `overflow_std_dev` 3.09 (float >= 0).
 
-        faithful: bool. True does as the original also where this class repairs it, and does not check the range of
-            params. False is the default.
+        faithful: bool. True reproduces the original's bugs and skips the range checks of `params`. False is the
+            default.
 
     Raises:
         TypeError: if `algorithm` is not a str or `params` not a dict.
-        ValueError: if `algorithm` or a key of `params` is unknown, or a value of the wrong type (an int is no float
-            here, as there) or out of range.
+        ValueError: if `algorithm` or a key of `params` is unknown, or a value is out of range or of the wrong type
+            (an int is not accepted as a float, as in OpenSeq2Seq).
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -95,9 +95,9 @@ class AutomaticLossScaler:
         512.0
 
     References:
-        `automatic_loss_scaler.py` of OpenSeq2Seq, after Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50
-        Training in a Flash", 2018, for LogMax. There Backoff incremented and read its counter in no given order; here
-        as stated above, which is what it did nearly always.
+        `automatic_loss_scaler.py` of OpenSeq2Seq. LogMax is from Mikami et al., "Massively Distributed SGD:
+        ImageNet/ResNet-50 Training in a Flash", 2018. The original Backoff incremented and read its counter in an
+        undefined order, and nearly always behaved as stated above.
     """
 
     def __init__(
@@ -119,22 +119,22 @@ class AutomaticLossScaler:
     # -- the transitions, pure -----------------------------------------------------------------------------------
 
     def initial_state(self) -> list[tuple[str, float, str]]:
-        """Name, start value and dtype of each scalar of the state; the first is the scale."""
+        """Returns name, start value and dtype of each scalar of the state. The first scalar is the scale."""
         params = self.params
         if self.algorithm == "Backoff":
             return [("loss_scale", params["scale_max"], "float32"), ("good_steps", 0, _INT)]
         scale = 1.0 if self.faithful else min(max(1.0, params["scale_min"]), params["scale_max"])
         means = [(name, 0.0, "float32") for name in ("mean", "slow_mean", "slow_mean_square")]
-        # One minus the sum of the weights in a running mean so far: what its bias is corrected by.
-        left = [(name, 1.0, "float32") for name in ("left_of_mean", "left_of_slow_mean")]
-        return [("loss_scale", scale, "float32"), *means, *left]
+        # One minus the sum of the weights in a running mean: the bias correction.
+        remaining = [(name, 1.0, "float32") for name in ("left_of_mean", "left_of_slow_mean")]
+        return [("loss_scale", scale, "float32"), *means, *remaining]
 
     def next_state(self, state: Sequence[Tensor], has_nan: Any, amax: Any) -> list[Tensor]:
-        """The state after a step, as tensors like those of `initial_state()`.
+        """Returns the state after a step, as tensors in the order of `initial_state()`.
 
         Args:
             state: one scalar tensor per row of `initial_state()`.
-            has_nan: bool, or a scalar bool tensor: whether a gradient held a NaN.
+            has_nan: bool, or a scalar bool tensor: whether a gradient has a NaN.
             amax: float, or a scalar tensor: the largest absolute value of the unscaled gradients.
         """
         has_nan = ops.convert_to_tensor(has_nan, "bool")
@@ -153,9 +153,9 @@ class AutomaticLossScaler:
     def _logmax(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
         scale, mean, slow_mean, slow_mean_square, left, slow_left = state
         params = self.params
-        known = amax if self.faithful else ops.where(amax > 0, amax, ops.ones_like(amax))
+        magnitude = amax if self.faithful else ops.where(amax > 0, amax, ops.ones_like(amax))
         at_overflow = 2.0 ** params["log_max"] if self.faithful else params["log_max"]
-        x = ops.where(overflows, float(at_overflow), ops.log2(known))
+        x = ops.where(overflows, float(at_overflow), ops.log2(magnitude))
         beta1, beta2 = params["beta1"], params["beta2"]
         mean = beta1 * mean + (1 - beta1) * x
         slow_mean = beta2 * slow_mean + (1 - beta2) * x
@@ -165,33 +165,33 @@ class AutomaticLossScaler:
         variance = slow_mean_square / (1 - slow_left) - ops.square(slow_mean / (1 - slow_left))
         deviation = ops.sqrt(ops.maximum(variance, ops.zeros_like(variance)))
         exponent = _LOG2_OF_LARGEST - (unbiased + params["overflow_std_dev"] * deviation)
-        # Within what float32 can hold; the bounds are applied to the power.
+        # The exponent stays within float32's range; the bounds apply to the power.
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
-        # Zeros say nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
-        # a larger one cannot make them overflow. (No gradient at all, -inf, says nothing.)
+        # Zeros contain no information about the size of the gradient. They may be underflow caused by a small scale,
+        # and a larger scale cannot make them overflow. amax = -inf (no gradient) contains no information either.
         larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
-        informs = ops.logical_or(overflows, amax > 0)
-        return [ops.where(informs, after, before) for after, before in zip(new, [larger, *state[1:]])]
+        is_informative = ops.logical_or(overflows, amax > 0)
+        return [ops.where(is_informative, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
-        # In this order also where the bounds are the wrong way round, which the original does not mind.
-        # Numbers: PyTorch makes a tensor of one by reading a number, for which it waits.
+        # The original accepts reversed bounds, and this order then gives its result. The bounds are Python floats: on
+        # PyTorch, Keras would copy other numbers to the device and wait.
         return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
-    # -- with a state --------------------------------------------------------------------------------------------
+    # -- with state ----------------------------------------------------------------------------------------------
 
     def build(self, add_variable: Callable[[str, float, str], Variable]) -> None:
-        """Makes the state with `add_variable(name, start, dtype)`. Called by the optimizer that takes the scaler over.
+        """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it.
 
         Raises:
-            ValueError: if the scaler has a state already.
+            ValueError: if the scaler already has state.
         """
         if self._variables is not None:
             raise ValueError(
                 "An `AutomaticLossScaler` can be used by one optimizer only. Received: one that is in use. "
-                f"Make a new one: `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
+                f"Create a new one: `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
             )
         self._variables = [add_variable(*row) for row in self.initial_state()]
 
@@ -204,11 +204,11 @@ class AutomaticLossScaler:
 
     @property
     def loss_scale(self) -> Variable:
-        """The scale now: a scalar float32 variable."""
+        """The current scale: a scalar float32 variable."""
         return self._state[0]
 
     def update(self, has_nan: Any, amax: Any) -> None:
-        """Makes one transition. See `next_state` for the arguments."""
+        """Advances the state by one step. See `next_state` for the arguments."""
         state = self._state
         if self._only_counts(has_nan, amax):
             state[-1].assign_add(1)
@@ -217,11 +217,11 @@ class AutomaticLossScaler:
             variable.assign(value)
 
     def _only_counts(self, has_nan: Any, amax: Any) -> bool:
-        """Whether it is known, without waiting for a device, that a good step changes nothing but their number."""
+        """Whether this step only increments the counter of good steps. False if checking needs a synchronization."""
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
-        """Whether that is known of a step, should it be a good one."""
+        """Whether a good step would only increment the counter, if that is cheap to check."""
         if self.algorithm != "Backoff":
             return False
         counter = self._state[-1]
@@ -230,14 +230,14 @@ class AutomaticLossScaler:
         return int(value) + 1 < self.params["step_window"]
 
     def _count_if_good(self, grads: Gradients) -> bool:
-        """Counts a step, if one look at the gradients says that it is a good one and changes nothing else."""
+        """Counts the step and returns True if one cheap check shows that it only increments the counter."""
         if type(self) is not AutomaticLossScaler or not self._may_only_count() or not _are_surely_finite(grads):
             return False
         self._state[-1].assign_add(1)
         return True
 
     def look(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """As `check_grads`; where the scale does not depend on it, a good step's largest value may be any number."""
+        """Like `check_grads`, but with Backoff `amax` of a good step is arbitrary, because the scale ignores it."""
         if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
             if _are_surely_finite(grads):
                 return _nothing_found()
@@ -247,26 +247,26 @@ class AutomaticLossScaler:
         return self.check_grads(grads)
 
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Whether any gradient has a NaN, and the largest absolute value (undefined where there is a NaN).
+        """Returns whether any gradient has a NaN, and the largest absolute value (undefined if one has a NaN).
 
         Args:
-            grads: tensors of any shapes and dtypes. None entries are left out; of `tf.IndexedSlices` the listed rows
-                count one by one.
+            grads: tensors of any shapes and dtypes. None entries are ignored. Rows of `tf.IndexedSlices` count
+                individually.
 
         Returns:
-            A pair of scalar tensors, bool and float32: (False, -inf) if there is no gradient.
+            A pair of scalar tensors, bool and float32: (False, -inf) without gradients.
         """
         return check_grads(grads)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """Returns the arguments of the constructor."""
         return {"algorithm": self.algorithm, "params": dict(self.params), "faithful": self.faithful}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> AutomaticLossScaler:
-        """The reverse of `get_config`."""
+        """Reverses `get_config`."""
         return cls(**config)
 
     def __repr__(self) -> str:
@@ -293,7 +293,7 @@ def _nothing_found() -> tuple[Tensor, Tensor]:
 
 
 def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:
-    """Whether what `check_grads` found forbids an update."""
+    """Whether an update must be skipped, from the results of `check_grads`."""
     return ops.logical_or(has_nan, amax == float("inf"))
 
 
@@ -309,12 +309,12 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
     for name, (_, kind, sensible, range_) in rules.items():
         value = checked[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and not faithful):
-            like = f" Use `{float(value)}`." if kind is float and isinstance(value, int) else ""
+            fix = f" Use `{float(value)}`." if kind is float and isinstance(value, int) else ""
             raise ValueError(
                 f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
-                f"Received: {value!r} (of type {type(value).__name__}).{like}"
+                f"Received: {value!r} (of type {type(value).__name__}).{fix}"
             )
-        # The original fails as well at a window of 0, but only when it runs.
+        # The original also fails with a window of 0, but at the first step.
         if (kind is int or not faithful) and not sensible(value):
             raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
         checked[name] = kind(value)

@@ -1,7 +1,6 @@
-"""LossScaling: a loss large enough that its gradients do not vanish in float16, and skipped steps where they overflow.
+"""LossScaling: scales the loss against underflow in float16, and skips steps that overflow.
 
-Hides in which order a scaled update happens, and what a skipped one must not touch. `ScaledUpdate` is the part that
-`MixedPrecision` shares.
+`ScaledUpdate` is the base class that `MixedPrecision` shares.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class ScaledUpdate(OptimizerWrapper):
-    """Scales the loss, unscales the gradients, and updates unless they overflow. Abstract.
+    """Scales the loss, unscales the gradients, and updates unless they overflow. An abstract class.
 
     Args:
         inner_optimizer: see `OptimizerWrapper`.
-        scale: a float, an `AutomaticLossScaler`, or None for no scaling at all.
+        scale: a float, an `AutomaticLossScaler`, or None for no scaling.
         name: str or None.
     """
 
     _scale_argument: str
-    """What the constructor of the concrete wrapper calls the scale."""
+    """The name of the scale in the constructor of the concrete wrapper."""
 
     _scaler: AutomaticLossScaler | None
     _static: float | None
@@ -59,7 +58,7 @@ class ScaledUpdate(OptimizerWrapper):
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
             _refuse_several_gradients_inside(self)
-            # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
+            # Created in the constructor, like Keras' counters: the scale is used before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
 
@@ -68,12 +67,12 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _scales_loss(self) -> bool:  # type: ignore[override]
-        """Whether it scales at all."""
+        """Whether the loss is scaled."""
         return self._scaler is not None or self._static is not None
 
     @property
     def _skips_overflows(self) -> bool:  # type: ignore[override]
-        """Whether it checks, which it does where the scale changes."""
+        """Whether gradients are checked for overflow: only with an adjusted scale."""
         return self._scaler is not None
 
     @property
@@ -82,16 +81,16 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """Whether the scale changes."""
+        """Whether the scale is adjusted."""
         return self._scaler is not None
 
     # -- what callbacks read -------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> keras.Variable | float:
-        """By what the loss is multiplied now: a scalar variable, or the float that was given.
+        """The current factor of the loss: a scalar variable, or a float if it is constant.
 
-        Where something further inside scales it too, the product: a scalar tensor or a float.
+        If an optimizer inside also scales the loss, it is the product: a scalar tensor or a float.
         """
         inner = super().loss_scale
         if not self._scales_loss:
@@ -108,14 +107,14 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def skipped_steps(self) -> keras.Variable | int:
-        """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
+        """The number of updates skipped because of overflow: a scalar variable, or 0."""
         return super().skipped_steps if self._skipped is None else self._skipped
 
     # -- the update ----------------------------------------------------------------------------------------------
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32 where it was in half precision, which would overflow."""
+        """Returns the loss times the scale. A loss in half precision becomes float32, because it could overflow."""
         loss = self.inner.scale_loss(loss)
         if not self._scales_loss:
             return loss
@@ -124,20 +123,20 @@ class ScaledUpdate(OptimizerWrapper):
         return ops.multiply(loss, self._own_scale)
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates with gradients of the loss itself."""
+        """Updates with unscaled gradients."""
         super().update_inner(grads, variables)
 
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
-        """The gradient, no longer scaled, in the dtype in which the update is made."""
+        """Returns the gradient divided by the scale, in its own dtype."""
         del variable
         wide = in_float32(grad)
         return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
     def _all_unscaled(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> Gradients:
-        """The gradients, no longer scaled; or these themselves, where the update divides them."""
+        """Returns the unscaled gradients, or `grads` unchanged if the inner update divides them."""
         plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
         if self._unscales_alike:
-            # As wide as `_unscaled` divides: a scale of 1.001 in bfloat16 would be 1.
+            # The dtype of the division in `_unscaled`: in bfloat16, a scale of 1.001 would be 1.
             wide = ["float64" if dtype_of(variables[i]) == "float64" else "float32" for i in plain]
             divisors = {dtype: ops.cast(scale, dtype) for dtype in set(wide)}
             by_place = {i: divisors[dtype] for i, dtype in zip(plain, wide)}
@@ -150,13 +149,13 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _unscales_alike(self) -> bool:
-        """Whether all gradients are divided by the scale, and nothing else is done to them."""
+        """Whether each gradient is only divided by the scale."""
         return True
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Unscales; decides with all other replicas; changes the scale; then updates or not."""
+        """Unscales, makes the same decision on all replicas, adjusts the scale, and updates unless it overflowed."""
         scale = self._own_scale
-        # A copy: the variable is about to change, and so would what merely refers to it.
+        # A copy, because the variable changes before the division.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         skipped = self._skipped
         if skipped is None or self._is_good(grads, variables):
@@ -170,7 +169,7 @@ class ScaledUpdate(OptimizerWrapper):
         if not is_known or overflows:
             skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
 
-        # Divided in the branch: what goes into one lies in memory, and in there XLA divides where it updates.
+        # The division is inside the branch: arguments of a branch are stored in memory; inside, XLA fuses the division.
         def update(given: Sequence[Any]) -> None:
             *grads, scale = given
             self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
@@ -185,16 +184,16 @@ class ScaledUpdate(OptimizerWrapper):
         )
 
     def _is_good(self, grads: Gradients, variables: Sequence[Variable]) -> bool:
-        """Whether it is known so soon that nothing overflows and the scale stays; the step is counted then."""
+        """Returns True, and counts the step, if a cheap check shows no overflow and no change of the scale."""
         scope = self._scope
         if self._scaler is None or not scope.is_reduced or scope.group_axis is not None or scope.holds_slices:
             return False
-        return self._scaler._count_if_good(_seen(grads, variables))
+        return self._scaler._count_if_good(_to_check(grads, variables))
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
-        """What `check_grads` finds in the gradients of all replicas, unscaled."""
-        seen = _seen(grads, variables)
-        has_nan, amax = check_grads(seen) if self._scaler is None else self._scaler.look(seen)
+        """Returns the result of `check_grads` for the unscaled gradients of all replicas."""
+        checked = _to_check(grads, variables)
+        has_nan, amax = check_grads(checked) if self._scaler is None else self._scaler.look(checked)
         amax = amax / scale
         if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))
@@ -205,10 +204,10 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # Where each replica runs a program of its own, all must make the same decision, however gradients arrive. Where
-        # a user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.state_finder.told is not None for reducer in reducers)
-        may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
+        # If each replica runs its own program, all must make the same decision, however gradients arrive. If a user
+        # set `gradients=`, that may be wrong or differ between replicas, so they exchange their results.
+        is_set = any(reducer.state_finder.told is not None for reducer in reducers)
+        may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ
             or not replicas.is_spmd
@@ -218,11 +217,11 @@ class ScaledUpdate(OptimizerWrapper):
         return has_nan, amax
 
     def _on_outer_loss_scaling(self) -> None:
-        """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
+        """Raises if this optimizer scales the loss: two scalings would conflict."""
         if self._scales_loss:
             raise ValueError(
-                f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
-                "Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
+                f"Cannot scale the loss twice. Received: a `LossScaleOptimizer` around {self!r}. "
+                "Remove the `LossScaleOptimizer`; `model.compile(optimizer=...)` does not need it."
             )
         super()._on_outer_loss_scaling()
 
@@ -233,7 +232,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """The reverse of `get_config`. `config` is left as it is."""
+        """Reverses `get_config`. Does not change `config`."""
         stored = config.get(cls._scale_argument)
         if isinstance(stored, dict):
             config = {**config, cls._scale_argument: keras.saving.deserialize_keras_object(stored)}
@@ -243,44 +242,43 @@ class ScaledUpdate(OptimizerWrapper):
         return f", {self._scale_argument}={self._scaler or self._static!r}"
 
 
-def _seen(grads: Gradients, variables: Sequence[Variable]) -> list[Any]:
+def _to_check(grads: Gradients, variables: Sequence[Variable]) -> list[Any]:
     return [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LossScaling(ScaledUpdate):
-    r"""Multiplies the loss by a scale and divides the gradients by it, and skips updates that overflowed.
+    r"""Multiplies the loss by a scale, divides the gradients by it, and skips updates that overflow.
 
-    With $s$ the scale, the trainer differentiates $s \cdot \text{loss}$ (`scale_loss`), and the inner optimizer sees
-    $g / s$, divided in float32. Gradients that would vanish in float16 so survive. There are two kinds:
+    With $s$ the scale, the trainer differentiates $s \cdot \text{loss}$ (`scale_loss`), and the inner optimizer gets
+    $g / s$, divided in float32. This protects gradients from underflow in float16. The scale is one of:
 
-    - a float: $s$ never changes, and nothing is checked or skipped.
-    - "Backoff" or "LogMax": `AutomaticLossScaler` changes $s$ after every step. If a gradient has a NaN or an
-      infinite element, the step is skipped: nothing changes but the scale and `skipped_steps` - no weight, slot,
+    - a float: $s$ is constant, and no update is checked or skipped.
+    - "Backoff" or "LogMax": `AutomaticLossScaler` adjusts $s$ after every step. If a gradient has a NaN or an
+      infinite element, the step is skipped. It then changes only the scale and `skipped_steps`: no weight, slot,
       counter, schedule, moving average, decay, accumulator, moving statistic or seed.
 
-    All replicas make the same decision, as the gradients they look at are global: put it inside `CrossShard`, where an
-    overflow on any replica makes the common gradient overflow. Outside it the replicas exchange two numbers per step.
+    Use it inside `CrossShard`: gradients are global there, so all replicas make the same decision. An overflow on any
+    replica makes the average overflow. Outside `CrossShard`, replicas exchange two numbers per step.
 
-    Under the "mixed_float16" policy `compile` puts no `LossScaleOptimizer` around it or around a wrapper of it, and
-    needs no `auto_scale_loss=False`. bfloat16 needs no loss scale: its range is that of float32.
+    Under the "mixed_float16" policy, `compile` adds no `LossScaleOptimizer` to it or to a wrapper around it, and
+    `auto_scale_loss=False` is not needed. bfloat16 needs no loss scale because it has the range of float32.
 
-    `loss_scale` and `skipped_steps` of the outermost wrapper are the scalars of now, for callbacks to read:
-    `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. In files the state of the inner optimizer is stored
-    as without the wrapper, and the scale next to it: `LossScaling(Adam())` reads a file of `Adam()` and keeps its
-    scale, and vice versa.
+    Callbacks can read `loss_scale` and `skipped_steps` of the outermost wrapper:
+    `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. Files store the inner optimizer's state as without
+    the wrapper, and the scale next to it. So `LossScaling(Adam())` loads a file of `Adam()`, with its current scale
+    unchanged, and vice versa.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
-        loss_scaling: float > 0; "Backoff" (default) or "LogMax", in any case; or an `AutomaticLossScaler`.
-        loss_scaling_params: dict or None. The params of the algorithm that is named; see `AutomaticLossScaler`.
-        name: str or None. None makes a name of the class name.
+        loss_scaling: float > 0; "Backoff" (default) or "LogMax" (case is ignored); or an `AutomaticLossScaler`.
+        loss_scaling_params: dict or None. Parameters of the named algorithm; see `AutomaticLossScaler`.
+        name: str or None (default: derived from the class name).
 
     Raises:
         TypeError: if `loss_scaling` is none of these.
-        ValueError: if a float is not finite and > 0; if the algorithm or its params are wrong; if
-            `loss_scaling_params` are given without the name of an algorithm; if a `LossScaleOptimizer` is put around
-            it.
+        ValueError: if a float is not finite and > 0; if the algorithm or its parameters are invalid; if
+            `loss_scaling_params` come without the name of an algorithm; if a `LossScaleOptimizer` is around it.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -296,8 +294,8 @@ class LossScaling(ScaledUpdate):
         [4.0, 1.0, 1.0]
 
     References:
-        The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`, which checked gradients after clipping, where
-        LogMax sees too small ones. Micikevicius et al., "Mixed Precision Training", 2018.
+        The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`. It checked gradients after clipping, so LogMax
+        used values that were too small. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
     _scale_argument = "loss_scaling"
@@ -311,15 +309,15 @@ class LossScaling(ScaledUpdate):
     ) -> None:
         if loss_scaling_params is not None and not isinstance(loss_scaling, str):
             raise ValueError(
-                "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
+                "`loss_scaling_params` require the name of an algorithm in `loss_scaling`. "
                 f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={loss_scaling_params!r}. "
-                "Leave them out."
+                "Remove `loss_scaling_params`."
             )
         if isinstance(loss_scaling, str):
             try:
                 loss_scaling = AutomaticLossScaler(loss_scaling, loss_scaling_params)
             except (TypeError, ValueError) as error:
-                rule = "`loss_scaling` and `loss_scaling_params` must make an `AutomaticLossScaler`."
+                rule = "`loss_scaling` and `loss_scaling_params` must be valid for `AutomaticLossScaler`."
                 raise type(error)(f"{rule} {error}") from None
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
 
@@ -331,15 +329,15 @@ def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
         if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__
             raise ValueError(
-                f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "
-                "on each micro-batch whether it overflows, which is the communication that accumulating saves. "
+                f"`{name}` must be inside a `CrossShard` that accumulates, not around it. Outside, replicas would have "
+                "to communicate for each micro-batch to decide whether it overflows. "
                 f"Received: inner_optimizer={outer.inner!r}. "
                 f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
             )
 
 
 def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
-    """A scale that a constructor was given under the name `argument`: a float > 0 or a scaler."""
+    """Returns a valid scale (a float > 0 or a scaler) that a constructor received as `argument`, or raises."""
     if isinstance(scale, AutomaticLossScaler):
         return scale
     if isinstance(scale, bool) or not isinstance(scale, Real):

@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# Where losses are watched from the first such optimizer on.
+# TensorFlow: losses are watched from the first such optimizer on.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []
@@ -18,18 +18,18 @@ _collections: list[weakref.WeakSet[Any]] = []
 
 @contextlib.contextmanager
 def collected() -> Iterator[weakref.WeakSet[Any]]:
-    """Collects the optimizers that are noted during the block, those that are still alive."""
+    """Collects the optimizers noted during the block. Weak references: deleted optimizers disappear."""
     found: weakref.WeakSet[Any] = weakref.WeakSet()
     _collections.append(found)
     try:
         yield found
     finally:
-        # `remove` compares what is in them, which may be the same in two.
+        # Not `remove`: it compares contents, and two collections may be equal.
         _collections[:] = [other for other in _collections if other is not found]
 
 
 def note_made(optimizer: Optimizer) -> None:
-    """Notes an optimizer that is just being made, or prepared, and counts on other replicas."""
+    """Notes a new or newly prepared optimizer that communicates with other replicas."""
     for found in _collections:
         found.add(optimizer)
     if _watching is not None:

@@ -1,9 +1,7 @@
 """MixedPrecision: float32 master weights for float16 and bfloat16 weights.
 
-Hides where the master weights are, how they follow the weights, and how penalties on the weights reach them.
-
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._track_variable` - makes a variable part of the optimizer's state.
+    `Optimizer._track_variable` - adds a variable to the optimizer's state.
     `Variable._layout` - the sharding of a variable.
 """
 
@@ -28,7 +26,7 @@ from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import named_like
 
-# Where Keras' own optimizers add up the gradients of replicas.
+# TensorFlow: Keras' own optimizers sum the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
@@ -38,40 +36,40 @@ _LOW = ("float16", "bfloat16")
 class MixedPrecision(ScaledUpdate):
     r"""Trains float16 and bfloat16 weights on float32 copies, the *master weights*.
 
-    A float16 number has 11 bits: an update smaller than 1/2048 of a weight is lost, and training stalls. Here, for
-    each such weight $v$ with its gradient $g$, the scale $s$ and the regulariser $R$ of $v$, the inner optimizer
-    updates the master $m$ with the gradient $\text{float32}(g) / s + \nabla R(m)$, and then $v \leftarrow m$, rounded.
-    Everything inside (slots, clipping, decay, moving averages, constraints) is float32 and works on them,
-    which have the names and paths of their weights, so that rules by path hold. float32 weights pass straight through.
+    A float16 number has 11 significant bits: an update smaller than 1/2048 of a weight is lost, and training stalls.
+    For each such weight $v$ with gradient $g$, scale $s$ and regularizer $R$, the inner optimizer updates the master
+    weight $m$ with the gradient $\text{float32}(g) / s + \nabla R(m)$, and then $v \leftarrow m$, rounded. The inner
+    optimizer's slots, clipping, decay, moving averages and constraints are float32 and use the master weights. These
+    have the names and paths of their weights, so rules by path still match. float32 weights are updated directly.
 
-    These weights are those of models under the "float16" and "bfloat16" policies. Under "mixed_float16" and
-    "mixed_bfloat16" Keras holds float32 weights itself and only casts them, so there is nothing to do here.
+    The "float16" and "bfloat16" policies create such weights. Under "mixed_float16" and "mixed_bfloat16", Keras keeps
+    float32 weights and casts them, so `MixedPrecision` is not needed.
 
-    - *Range.* A master beyond float16's range becomes $\pm 65504$. An update whose gradients overflow (NaN or infinity)
-      is skipped on all replicas and counted in `skipped_steps`, whatever the scale; an `AutomaticLossScaler` then also
-      lowers it. bfloat16 has the range of float32 and needs no scale; without one nothing is checked there.
-    - *Masters follow.* Where an element of a weight is no longer its master rounded, somebody else has set it
-      (`set_weights`, `load_weights`, a callback), and the next update begins from it. Where it is, the master keeps
-      its further bits.
-    - *Penalties.* A regulariser of a low-precision weight is still part of the loss, in float32, but its gradient is
-      taken on the master: exactly, and whatever the scale. That holds from the moment the optimizer is built. On
-      TensorFlow, where Keras cannot add a bfloat16 penalty to a float32 loss, call `optimizer.build` before `fit`.
-    - *Averages.* With `use_ema` the averages are of master weights, and are written to the weights when `fit` ends.
-      `SwapEMAWeights` rounds them to the weights' dtype, and fails on TensorFlow, which swaps equal dtypes only.
+    - *Range.* A master weight outside float16's range becomes $\pm 65504$ in the weight. An update with NaN or
+      infinity in a gradient is skipped on all replicas and counted in `skipped_steps`. An `AutomaticLossScaler` then
+      also lowers the scale. bfloat16 has the range of float32 and needs no scale; without one, it is not checked.
+    - *Changed weights.* If an element of a weight is not equal to its rounded master weight, other code has set it
+      (`set_weights`, `load_weights`, a callback). The next update then starts from the weight. Other elements keep
+      the full precision of the master weight.
+    - *Penalties.* The penalty of a regularizer is part of the loss, in float32. Once the optimizer is built, its
+      gradient is computed on the master weight, exactly and without the scale. On TensorFlow, Keras cannot add a
+      bfloat16 penalty to a float32 loss: call `optimizer.build` before `fit`.
+    - *Averages.* `use_ema` averages master weights and writes the averages to the weights when `fit` ends.
+      `SwapEMAWeights` rounds them to the weights' dtype. It fails on TensorFlow, which swaps equal dtypes only.
 
-    Put it inside `CrossShard` and around what looks at gradients: `CrossShard(MixedPrecision(GradientClipping(...)))`.
-    Master weights are optimizer state, `get_slot(weight, "master")`. In files they are stored next to the state of
-    the inner optimizer; a file without them is read too, and they then begin from the weights.
+    Put it inside `CrossShard`, around other wrappers: `CrossShard(MixedPrecision(GradientClipping(...)))`.
+    Master weights are optimizer state: `get_slot(weight, "master")`. Files store them next to the state of the inner
+    optimizer. After loading a file without them, they start from the weights.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
-        loss_scale: None (no scaling), a number > 0 (static), or an `AutomaticLossScaler`.
-        name: str or None. None makes a name of the class name.
+        inner_optimizer: a `keras.optimizers.Optimizer`, or its name or config.
+        loss_scale: None (no scaling), a number > 0 (constant), or an `AutomaticLossScaler`.
+        name: str or None (default: derived from the class name).
 
     Raises:
-        TypeError: if `loss_scale` is none of these.
-        ValueError: if a number is not finite and > 0; if a `CrossShard` is inside, because master weights must be
-            updated with global gradients.
+        TypeError: if `loss_scale` has another type.
+        ValueError: if a number is not finite and > 0; if a `CrossShard` is inside, because master weights need global
+            gradients.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -86,10 +84,10 @@ class MixedPrecision(ScaledUpdate):
         0.9990234375
 
     References:
-        `MixedPrecisionOptimizerWrapper` and `mp_regularizer_wrapper` of OpenSeq2Seq. There an int as `loss_scale`
-        failed at the first use, a None gradient always, and penalties were missing from the loss. With a static scale
-        an overflow made master weights infinite for ever, and the float16 weights showed 65504: repaired on purpose,
-        such updates are skipped. Micikevicius et al., "Mixed Precision Training", 2018.
+        `MixedPrecisionOptimizerWrapper` and `mp_regularizer_wrapper` of OpenSeq2Seq. There, an int as `loss_scale`
+        failed at first use, a None gradient always failed, and penalties were missing from the loss. With a constant
+        scale, an overflow made master weights infinite permanently and float16 weights 65504; here, such updates are
+        skipped. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
     _needs_global_gradients = True
@@ -115,7 +113,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """Always: which variables have master weights is known when it is built."""
+        """True: `build` finds out later which variables get master weights."""
         return True
 
     @property
@@ -124,14 +122,14 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _lasting_state(self) -> list[Variable]:
-        """Without the count of a scale that stays, so that files are those of versions that had none."""
+        """Omits the skip counter of a constant scale, for files compatible with versions without that counter."""
         skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._lasting_state if v is not skipped]
 
     # -- building ------------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Makes the master weights, and builds the inner optimizer on them."""
+        """Creates the master weights, and builds the inner optimizer on them."""
         if self.built:
             return
         variables = list(variables)
@@ -140,7 +138,7 @@ class MixedPrecision(ScaledUpdate):
             var_list, var_names = self._excluded
             masters = None if var_list is None else self._variables_inside(var_list)
             super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
-        # A scale that stays skips overflows too; without any, float16 weights are those that can overflow.
+        # A constant scale also skips overflows. Without a scale, only float16 weights can overflow.
         if self._scaler is None and (self._static is not None or any(dtype_of(v) == "float16" for v in variables)):
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
         super().build(variables)
@@ -149,8 +147,8 @@ class MixedPrecision(ScaledUpdate):
                 variable.regularizer = _OnMaster(variable.regularizer, self)
 
     def _new_master(self, variable: Variable) -> Variable:
-        # Through an initializer: TensorFlow may build while it traces a step, where an assignment would be repeated
-        # with every step.
+        # An initializer, not an assignment: TensorFlow may build while it traces a step, and would then repeat the
+        # assignment in every step.
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
             return ops.cast(variable, "float32")
 
@@ -168,7 +166,7 @@ class MixedPrecision(ScaledUpdate):
         return master
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """The master weights of those that have one."""
+        """Returns the master weight of each variable, or the variable if it has none."""
         masters = self._masters
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
@@ -181,14 +179,14 @@ class MixedPrecision(ScaledUpdate):
     ) -> None:
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         if self.built:
-            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # which refuses
+            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises
         self._excluded = (None if var_list is None else list(var_list), var_names)
 
     # -- the update ----------------------------------------------------------------------------------------------
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32."""
+        """Returns the loss times the scale, in float32."""
         if not self.built:
             self._loss_came_before_build = True
         return super().scale_loss(loss)
@@ -196,14 +194,13 @@ class MixedPrecision(ScaledUpdate):
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
-        # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.
-        penalised = not self.built and self._loss_came_before_build
-        self._penalties_are_in_the_loss = penalised
+        # TensorFlow builds during the first step. The loss of that step includes the gradients of penalties.
+        self._penalties_are_in_the_loss = not self.built and self._loss_came_before_build
         super().apply(grads, trainable_variables)
         self._penalties_are_in_the_loss = False
 
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
-        """The gradient, no longer scaled; in float32 where there is a master."""
+        """Returns the unscaled gradient, in float32 if the variable has a master weight."""
         if self._var_key(variable) not in self._masters:
             return super()._unscaled(variable, scale, grad) if self._scales_loss else grad
         grad = in_float32(grad)
@@ -214,14 +211,14 @@ class MixedPrecision(ScaledUpdate):
         return self._scales_loss and not self._masters
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Lets master weights follow their variables, updates them, and writes them back."""
+        """Synchronizes master weights with changed variables, updates them, and writes them back."""
         pairs = self._masters
         for variable, master in pairs.values():
-            master.assign(_followed(master, variable))
+            master.assign(_synchronized(master, variable))
         grads = list(grads)
         if not self._penalties_are_in_the_loss:
             for i, variable in enumerate(variables):
-                grads[i] = self._penalised(grads[i], variable)
+                grads[i] = self._with_penalty(grads[i], variable)
         super()._update_unscaled(grads, variables)
         self._write_back()
 
@@ -229,8 +226,8 @@ class MixedPrecision(ScaledUpdate):
         for variable, master in self._masters.values():
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
-    def _penalised(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
-        """The gradient of a variable with a master, plus that of its penalty at the master."""
+    def _with_penalty(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
+        """Adds the gradient of the penalty at the master weight, if the variable has one."""
         pair = self._masters.get(self._var_key(variable))
         if pair is None:
             return grad
@@ -239,7 +236,7 @@ class MixedPrecision(ScaledUpdate):
             return grad
         penalty = variable.regularizer.regularizer
         (added,), _ = runtime.value_and_grad(lambda: (penalty(ops.convert_to_tensor(master)), None), [master], None)
-        # The inner optimizer itself sums over TensorFlow's replicas.
+        # The inner optimizer sums over TensorFlow's replicas.
         share = 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
         return added if grad is None else add(grad, added, variable)
@@ -253,10 +250,10 @@ class MixedPrecision(ScaledUpdate):
 
 @contextlib.contextmanager
 def bfloat16_scope() -> Iterator[None]:
-    """A scope in which layers compute in bfloat16: they are made with the "mixed_bfloat16" policy.
+    """A scope in which layers compute in bfloat16: new layers get the "mixed_bfloat16" policy.
 
-    Weights stay float32, so no master weights are needed, and bfloat16 has the range of float32, so no loss scale is
-    needed: any optimizer will do. The policy that was in force before is restored on leaving.
+    Weights stay float32, and bfloat16 has the range of float32. So any optimizer works, without master weights and
+    loss scale. Leaving the scope restores the previous policy.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -281,7 +278,7 @@ _updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", defa
 
 @contextlib.contextmanager
 def updating_with(optimizer: Optimizer) -> Iterator[None]:
-    """Says which optimizer the loss is computed for, where that is not the one of a model's `compile`."""
+    """Sets the optimizer that the loss is computed for, if it is not the one of a model's `compile`."""
     token = _updating.set(optimizer)
     try:
         yield
@@ -290,13 +287,13 @@ def updating_with(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _OnMaster(keras.regularizers.Regularizer):
-    """A regulariser whose gradient `MixedPrecision` takes on the master: the loss has its value, in float32, only.
+    """A regularizer with a value but no gradient in the loss: `MixedPrecision` computes it on the master weight.
 
-    Where a model is trained with another optimizer by now it is the plain regulariser again.
+    If another optimizer trains the model, the gradient is part of the loss again.
     """
 
     def __init__(self, regularizer: Any, owner: MixedPrecision) -> None:
-        # One that another optimizer has taken over before is taken over from it.
+        # Replaces the wrapper of a previous optimizer.
         self.regularizer: Any = regularizer.regularizer if isinstance(regularizer, _OnMaster) else regularizer
         self._owner = weakref.ref(owner)
 
@@ -305,7 +302,7 @@ class _OnMaster(keras.regularizers.Regularizer):
         return ops.stop_gradient(penalty) if self._owner_updates() else penalty
 
     def _owner_updates(self) -> bool:
-        """Whether the owner is, or is inside, the optimizer of the model that computes its loss just now."""
+        """Whether the owner is, or is inside, the optimizer of the model that computes its loss now."""
         owner = self._owner()
         if owner is None:
             return False
@@ -318,21 +315,21 @@ class _OnMaster(keras.regularizers.Regularizer):
         return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
 
     def get_config(self) -> dict[str, Any]:
-        """That of the regulariser."""
+        """Returns the config of the wrapped regularizer."""
         config: dict[str, Any] = self.regularizer.get_config()
         return config
 
 
 def _rounded(master: Tensor, dtype: str) -> Tensor:
-    """The master in the dtype of its variable."""
+    """Returns the master weight in the dtype of its variable."""
     if dtype == "float16":
-        # Not the infinite ones: they shall be seen.
+        # Infinite elements stay infinite, as a sign of divergence.
         clamped = ops.clip(master, -LARGEST_FLOAT16, LARGEST_FLOAT16)
         master = ops.where(ops.isfinite(master), clamped, master)
     return ops.cast(master, dtype)
 
 
-def _followed(master: Variable, variable: Variable) -> Tensor:
-    """The master, and where the variable is something else than it rounded, the variable."""
+def _synchronized(master: Variable, variable: Variable) -> Tensor:
+    """Returns the master weight, with elements of the variable that differ from its rounded value."""
     master, value = ops.convert_to_tensor(master), ops.convert_to_tensor(variable)
     return ops.where(_rounded(master, dtype_of(value)) == value, master, ops.cast(value, "float32"))

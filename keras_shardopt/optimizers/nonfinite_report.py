@@ -1,4 +1,4 @@
-"""What an optimizer that skips updates reports of them."""
+"""Reports of an optimizer that skips updates with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class ReportsNonFinite(OptimizerWrapper):
-    """Counts and names what a `SkipNonFinite` stage leaves out, and ends training where that is wanted."""
+    """Counts and names the updates that a `SkipNonFinite` stage skips, and raises with `on_nonfinite="raise"`."""
 
     on_nonfinite: str
     _nonfinite: SkipNonFinite | None
@@ -21,17 +21,17 @@ class ReportsNonFinite(OptimizerWrapper):
 
     @property
     def skipped_steps(self) -> keras.Variable | int:
-        """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
+        """The number of updates skipped because a gradient was not finite: a scalar variable, or 0."""
         if self._nonfinite is None or self._skips_inside:
             return super().skipped_steps
         return self._nonfinite.skipped
 
     @property
     def last_nonfinite(self) -> tuple[int | None, str | None] | None:
-        """Whose gradient was not finite last, and the path of the (first) variable that it was of.
+        """The replica and the variable's path of the last non-finite gradient (the first such variable).
 
-        None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
-        are reduced before the optimizer sees them. Reading it waits for the devices.
+        None if all gradients were finite so far, and with `on_nonfinite="ignore"`. The replica is None if gradients
+        were reduced before the optimizer received them. Reading this property waits for the devices.
         """
         replica, position = (UNKNOWN, UNKNOWN) if self._nonfinite is None else self._nonfinite.last()
         if position == UNKNOWN:
@@ -39,12 +39,12 @@ class ReportsNonFinite(OptimizerWrapper):
         return (None if replica == UNKNOWN else replica), self._names()[position]
 
     def check_finite(self, from_now: bool = False) -> None:
-        """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
+        """Raises if an update was skipped since the last call. Needed on JAX, where compiled steps cannot raise.
 
-        With `from_now` it never raises: what was left out before does not count for later calls.
+        With `from_now`, never raises: later calls ignore the updates skipped until now.
 
         Raises:
-            FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
+            FloatingPointError: with the names of the replica and the variable; only with `on_nonfinite="raise"`.
         """
         if self._nonfinite is not None and self.on_nonfinite == "raise":
             self._nonfinite.report(self._names(), from_now)
@@ -57,7 +57,7 @@ class ReportsNonFinite(OptimizerWrapper):
         """See `OptimizerWrapper.apply`.
 
         Raises:
-            FloatingPointError: with `on_nonfinite="raise"`, where a gradient is not finite.
+            FloatingPointError: with `on_nonfinite="raise"`, if a gradient is not finite.
         """
         if self._nonfinite is None or self.on_nonfinite != "raise":
             super().apply(grads, trainable_variables)

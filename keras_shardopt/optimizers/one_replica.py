@@ -1,4 +1,4 @@
-"""A `CrossShard` of one replica, that was asked for nothing else, costs nothing."""
+"""A shortcut for one replica: `CrossShard` without further options calls the inner optimizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from keras_shardopt.wrapping.chain import Wrapping
 
 
 class UnchangedAlone:
-    """For a `CrossShard`: with one replica and nothing to do, an update is a call of the inner optimizer."""
+    """Makes an update of a `CrossShard` one call of the inner optimizer if one replica has nothing else to do."""
 
     _is_idle = False
-    """Whether a single replica has nothing to do before the inner optimizer; False until it is built."""
+    """Whether a single replica has nothing to do before the inner optimizer. Set by `build`."""
 
     def build(self: Any, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""
@@ -35,8 +35,8 @@ class UnchangedAlone:
 
 
 def _has_nothing_to_do(optimizer: ReducingOptimizer) -> bool:
-    # Elsewhere Python goes through a step once, and what it checks there is more than what it saves.
+    # Traced backends run this Python code once per compilation, so the shortcut saves nothing there.
     runs_each_step = all(runtime.version(variable) is not None for variable in optimizer._trainable_variables[:1])
-    asks = (optimizer._options.compression, optimizer._options.group_assignment, optimizer._shards, optimizer._rollback)
+    uses = (optimizer._options.compression, optimizer._options.group_assignment, optimizer._shards, optimizer._rollback)
     is_around_plain = not any(isinstance(part, Wrapping) for part in optimizer._inside)
-    return runs_each_step and is_around_plain and all(each is None for each in asks)
+    return runs_each_step and is_around_plain and all(each is None for each in uses)

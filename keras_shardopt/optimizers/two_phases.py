@@ -1,4 +1,4 @@
-"""TensorFlow 1's two phases of an update: gradients that may be changed, and then applied."""
+"""TensorFlow 1's two phases of an update: compute gradients, then apply them."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from keras_shardopt.wrapping.rollback import note_before_assignment
 
 
 class TwoPhases:
-    """`compute_gradients` and `minimize` for an `OptimizerWrapper` whose replicas have gradients of their own."""
+    """`compute_gradients` and `minimize` for a wrapper with per-replica gradients."""
 
     axis_name: str
     built: bool
     inner: Any
     loss_scale: Any
-    _computed: bool  # whether gradients come from here, and so unscaled
+    _computed: bool  # whether gradients come from `compute_gradients`, and are unscaled
     apply_gradients: Any
     _trainable_variables: list[Variable]
 
     def compute_gradients(
         self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None
     ) -> list[tuple[Tensor | None, Variable]]:
-        """The first phase of `minimize`: this replica's gradients, which may be changed before `apply_gradients`.
+        """Computes this replica's gradients, the first phase of `minimize`. They may be changed before applying.
 
-        They are the gradients of what `loss` returns, before any reduction wherever replicas are told apart (under a
-        `keras.distribution`, and where DDP owns the weights, they are global). So the loss is to be the mean over
-        this replica's examples, and the gradients are in its units, also if an inner optimizer scales the loss: that
-        is done and undone here, and done again in `apply_gradients`. On TensorFlow `keras.losses` divide by the
-        number of replicas, and their gradients are as much smaller; where the loss is a bare mean, the units are
-        those of the other backends.
+        They are the gradients of the value of `loss` before any reduction. (Under a `keras.distribution`, and if DDP
+        owns the weights, they are global.) So `loss` should return the mean over this replica's examples. Gradients
+        are unscaled, even if an inner optimizer scales the loss: `apply_gradients` scales them again. On TensorFlow,
+        `keras.losses` divide by the number of replicas, and so their gradients are smaller by this factor. With a bare
+        mean, they are as on other backends.
 
-        Whatever `loss` assigns (moving statistics, seeds) is assigned once. With an inner optimizer that scales the
-        loss, call `scale_loss` before custom gradients, as usual; it also distinguishes the two kinds.
+        Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss, custom
+        gradients need `scale_loss` as usual; that call also marks them as scaled.
 
         Args:
             loss: a function without arguments that returns a scalar tensor.
-            var_list: the trainable variables to differentiate by; None for those that the optimizer was built on.
+            var_list: the trainable variables to differentiate by. None: those that the optimizer was built on.
 
         Returns:
-            A list of (gradient, variable) pairs in the order of `var_list`. The gradient is None (on JAX zeros) for a
-            variable that the loss does not depend on.
+            A list of (gradient, variable) pairs in the order of `var_list`. If the loss does not depend on a variable,
+            its gradient is None (zeros on JAX).
 
         Raises:
             TypeError: if `loss` is not a function.
-            ValueError: if `var_list` is needed and not given, or holds variables that are not trainable; if the loss
+            ValueError: if `var_list` is missing before `build`, or has variables that are not trainable; if the loss
                 is not a scalar.
 
         Example:
@@ -66,8 +65,8 @@ class TwoPhases:
         """
         if not callable(loss):
             raise TypeError(
-                "`loss` must be a function without arguments that returns a scalar: a tensor does not show how it was "
-                f"made, so there is nothing to differentiate. Received: loss={loss!r} (of type {type(loss).__name__}). "
+                "`loss` must be a function without arguments that returns a scalar, because a tensor cannot be "
+                f"differentiated afterwards. Received: loss={loss!r} (of type {type(loss).__name__}). "
                 "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
             )
         variables = self._variables_to_differentiate(var_list)
@@ -82,11 +81,11 @@ class TwoPhases:
         return list(zip(grads, variables))
 
     def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:
-        """Computes gradients as `compute_gradients` does, and applies them as `apply_gradients` does.
+        """Computes gradients like `compute_gradients`, and applies them like `apply_gradients`.
 
         Args:
             loss: a function without arguments that returns a scalar tensor: the mean over this replica's examples.
-            var_list: the trainable variables to update; None for those that the optimizer was built on.
+            var_list: the trainable variables to update. None: those that the optimizer was built on.
 
         Returns:
             The update counter.
@@ -109,7 +108,7 @@ class TwoPhases:
         if var_list is None:
             if not self.built:
                 raise ValueError(
-                    "`var_list` must be given, or the optimizer built before. "
+                    "`var_list` is required before the optimizer is built. "
                     "Use for example `minimize(loss, model.trainable_variables)`."
                 )
             return list(self._trainable_variables)
@@ -118,18 +117,18 @@ class TwoPhases:
         if frozen or not variables:
             raise ValueError(
                 f"`var_list` must hold trainable variables. Received: {frozen or variables}"
-                + (", which are not. " if frozen else ". ")
+                + (", not trainable. " if frozen else ". ")
                 + "Use for example `model.trainable_variables`."
             )
         return variables
 
 
 def scalar_loss(value: Any) -> Tensor:
-    """What a loss function has returned, if it is a scalar."""
+    """Returns the value of a loss function as a tensor; raises ValueError unless it is a scalar."""
     value = keras.ops.convert_to_tensor(value)
     if keras.ops.ndim(value):
         raise ValueError(
             f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-            "Use for example `keras.ops.mean(...)` of it."
+            "Use for example its `keras.ops.mean(...)`."
         )
     return value

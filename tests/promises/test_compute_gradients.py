@@ -249,7 +249,7 @@ def test_a_loss_that_is_no_scalar():
 def test_variables_must_be_known_and_trainable():
     weight, frozen = keras.Variable([1.0]), keras.Variable([1.0], trainable=False, name="frozen")
     optimizer = ks.CrossShard("sgd")
-    with pytest.raises(ValueError, match=r"`var_list` must be given.*minimize\(loss, model.trainable_variables\)"):
+    with pytest.raises(ValueError, match=r"`var_list` is required.*minimize\(loss, model.trainable_variables\)"):
         optimizer.minimize(lambda: ops.sum(weight))
     with pytest.raises(ValueError, match=r"`var_list` must hold trainable variables. Received: \['frozen'\]"):
         optimizer.minimize(lambda: ops.sum(weight), [weight, frozen])

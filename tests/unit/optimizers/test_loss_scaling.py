@@ -292,7 +292,7 @@ def test_the_state_of_another_scaler_is_an_error(tmp_path):
         ({"loss_scaling": 0.0}, ValueError, "`loss_scaling` must be > 0 and finite"),
         ({"loss_scaling": float("nan")}, ValueError, "`loss_scaling` must be > 0 and finite"),
         ({"loss_scaling": "dynamic"}, ValueError, "`algorithm` must be"),
-        ({"loss_scaling": 8.0, "loss_scaling_params": {}}, ValueError, "`loss_scaling_params` belong"),
+        ({"loss_scaling": 8.0, "loss_scaling_params": {}}, ValueError, "`loss_scaling_params` require"),
         ({"loss_scaling": "Backoff", "loss_scaling_params": {"beta1": 0.5}}, ValueError, "`params`"),
     ],
 )
