@@ -93,8 +93,8 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         [0.0, 1.0]
 
     References:
-        `tf.compat.v1.tpu.CrossShardOptimizer`. It scaled the loss by 1/N and summed gradients over TPU cores; here
-        `reduction` gives the same result on each backend. Here a replica in two groups is an error.
+        `tf.compat.v1.tpu.CrossShardOptimizer`. It scaled the loss by 1/N and summed gradients over TPU cores. It
+        accepted a replica in two groups, an error here.
     """
 
     _makes_gradients_global = True
@@ -182,7 +182,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         elif value != own and "accumulation" in vars(self):  # Keras' constructor sets it as well
             raise ValueError(
                 "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
-                f"Received: {value!r}, for {self!r}. Create a new one."
+                f"Received: {value!r}, for {self!r}. Make a new one."
             )
 
     # -- building and files --------------------------------------------------------------------------------------
@@ -272,8 +272,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it. Outside, it checks the gradients of "
             "one replica only, so replicas skip different steps, and then diverge or deadlock. "
             "Use `CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. "
-            'Under the "mixed_float16" policy, `compile` adds one to an optimizer that does not scale the loss. '
-            "There, use `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
+            'Under "mixed_float16", use `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`.'
         )
 
     def get_config(self) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def test_a_backup_of_another_optimizer_is_refused(tmp_path):
 
     backup_of(problem.sgd_momentum()).on_epoch_end(0)
     backup_of(problem.sgd_momentum()).on_train_begin()
-    with pytest.raises(ValueError, match="with state of SGD, where the model has Lion"):
+    with pytest.raises(ValueError, match="with state of SGD, but the model has Lion"):
         backup_of(keras.optimizers.Lion()).on_train_begin()
 
 

@@ -481,7 +481,7 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
     # An optimizer that has it whole cannot take it, and says so.
     models[:] = [trained() for _ in models]
     for error in processes.run(lambda rank: work(rank, True)):
-        assert isinstance(error, ValueError) and "in parts on each replica" in str(error)
+        assert isinstance(error, ValueError) and "optimizer state that is sharded" in str(error)
 
 
 # -- the file itself -------------------------------------------------------------------------------------------------
