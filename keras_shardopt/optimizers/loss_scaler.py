@@ -63,8 +63,8 @@ class AutomaticLossScaler:
     gradient of zeros made its scale NaN permanently. Here it doubles the scale, because zeros may be underflow, and
     leaves the means unchanged.
 
-    Pass it to `LossScaling` or `MixedPrecision`, or use it alone: it then keeps its state in variables. Its methods
-    work in compiled steps on TensorFlow and PyTorch. On JAX, use `next_state`, a pure function.
+    Pass it to `LossScaling` or `MixedPrecision`, or use it without an optimizer; it then keeps its state in variables.
+    Its methods work in compiled steps on TensorFlow and PyTorch. On JAX, use `next_state`, a pure function.
 
     Args:
         algorithm: "Backoff" (default) or "LogMax"; case is ignored.

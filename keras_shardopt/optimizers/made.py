@@ -24,7 +24,7 @@ def collected() -> Iterator[weakref.WeakSet[Any]]:
     try:
         yield found
     finally:
-        # Not `remove`: it compares contents, and two collections may be equal.
+        # By identity: `remove` compares contents, and two collections may be equal.
         _collections[:] = [other for other in _collections if other is not found]
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate policies as Keras schedules, and schedules made of schedules."""
+"""OpenSeq2Seq's learning-rate policies as Keras schedules, and schedules that combine schedules."""
 
 from keras_shardopt.schedules.composition import Join, PerUpdate, ScaledByReplicas, Warmup
 from keras_shardopt.schedules.policies import (

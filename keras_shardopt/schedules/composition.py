@@ -1,7 +1,7 @@
-"""Schedules made of schedules.
+"""Schedules that combine or transform other schedules.
 
-Wherever one is wanted, a number stands for that fixed rate, and a config for the schedule that it describes. Where a
-schedule of Keras' own is inside, a step must be a scalar if that schedule needs one, and is as exact as it takes it.
+Each accepts a number as a fixed rate, and a config as the schedule that it describes. A schedule of Keras inside may
+accept only a scalar step, and computes with its own precision.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Warmup(Schedule):
 
     $$(a + (1 - a) \min(s / w,\ 1)) \cdot f(\max(s - w,\ 0)).$$
 
-    So it rises to $f(0)$, which it has at step $w$, and the schedule begins there. With `delay_schedule=False` the
-    schedule runs from step 0 and the warm-up multiplies it: the last factor is $f(s)$.
+    It rises to $f(0)$, the rate at step $w$, and the schedule begins there. With `delay_schedule=False` the schedule
+    runs from step 0 and the warm-up multiplies it: the last factor is $f(s)$.
 
     Args:
-        schedule: any Keras schedule, or a number for a fixed rate, or a config.
+        schedule: any Keras schedule, a number for a fixed rate, or a config.
         warmup_steps: int >= 1, in optimizer updates.
-        start_factor: float >= 0. The factor at step 0. Defaults to 0, with which the first update changes nothing.
-        delay_schedule: bool. Whether the schedule sees the steps since the end of warm-up (default), or all.
+        start_factor: float >= 0. The factor at step 0. Defaults to 0: the first update changes nothing.
+        delay_schedule: bool. Whether the schedule counts steps from the end of warm-up (default), or all steps.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
@@ -50,8 +50,8 @@ class Warmup(Schedule):
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
     References:
-        With `delay_schedule=False` it is `warmup_steps` of OpenSeq2Seq's `poly_decay` and `cosine_decay`, but for
-        `min_lr`, which is here warmed up too.
+        With `delay_schedule=False` it is `warmup_steps` of OpenSeq2Seq's `poly_decay` and `cosine_decay`, except that
+        `min_lr` is also warmed up here.
     """
 
     def __init__(
@@ -63,28 +63,28 @@ class Warmup(Schedule):
         self.delay_schedule = check.flag("delay_schedule", delay_schedule)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate of the schedule, times the warm-up."""
+        """Returns the rate of the schedule, times the warm-up."""
         seen = steps.since(self.warmup_steps) if self.delay_schedule else steps
         return _ramp(self.start_factor, 1.0, self.warmup_steps, steps) * _rate(self.schedule, seen)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class Join(Schedule):
-    r"""One schedule after the other, each of which sees the steps since its own start.
+    r"""Runs schedules one after the other; each counts steps from its own start.
 
     With schedules $f_0 \dots f_n$, boundaries $b_1 \le \dots \le b_n$ and $b_0 = 0$, the rate at step $s$ is
-    $f_k(s - b_k)$, where $k$ is the number of boundaries at or below $s$. So a piece has its step 0 AT its
-    boundary; `PiecewiseConstant` changes one step after it.
+    $f_k(s - b_k)$. Here $k$ is the number of boundaries at or below $s$, so a schedule has its step 0 AT its boundary.
+    (`PiecewiseConstant` changes one step after it.)
 
     Args:
-        schedules: list of schedules; any Keras schedule, a number for a fixed rate, or a config.
-        boundaries: list of int >= 0 that do not decrease, one less than schedules: the first step of each schedule
-            but the first, in optimizer updates.
+        schedules: list of schedules: any Keras schedule, a number for a fixed rate, or a config.
+        boundaries: list of int >= 0 that do not decrease, one fewer than schedules. The first step of each schedule
+            except the first, in optimizer updates.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
-        ValueError: if the numbers of schedules and boundaries do not match, or boundaries decrease or are not whole.
+        ValueError: if the numbers of schedules and boundaries do not match, or boundaries decrease or are fractions.
         TypeError: if an item is not a schedule, or a boundary not a number.
 
     Example:
@@ -95,7 +95,7 @@ class Join(Schedule):
         [0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
     References:
-        The rule for boundaries is that of `optax.join_schedules`.
+        The rule for boundaries is the one of `optax.join_schedules`.
     """
 
     def __init__(self, schedules: Sequence[Any], boundaries: Sequence[int]) -> None:
@@ -108,31 +108,32 @@ class Join(Schedule):
             )
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate of the piece."""
+        """Returns the rate of the schedule at this step."""
         rate = _rate(self.schedules[0], steps)
         for schedule, boundary in zip(self.schedules[1:], self.boundaries):
-            # A boundary of 0 is passed at once, which unsigned integers could not say as "greater than -1".
-            here = _rate(schedule, steps.since(boundary))
-            rate = here if boundary == 0 else ops.where(steps.exceeds(boundary - 1), here, rate)
+            # A boundary of 0 is always passed; unsigned integers cannot be compared with -1.
+            later = _rate(schedule, steps.since(boundary))
+            rate = later if boundary == 0 else ops.where(steps.exceeds(boundary - 1), later, rate)
         return rate
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class ScaledByReplicas(Schedule):
-    r"""A schedule that was tuned for one replica, for several with a batch each, optionally warmed up.
+    r"""Scales a schedule tuned for one replica to the larger global batch of several, with an optional warm-up.
 
     With the schedule $f$, $w$ = `warmup_steps`, and $k$ = `num_replicas` (`rule="linear"`) or its square root
-    (`rule="sqrt"`), the rate at step $s$ is $(1 + (k - 1) \min(s / w,\ 1)) \cdot f(s)$: it rises from the rate of
-    one replica to $k$ times it, while the schedule runs on below.
+    (`rule="sqrt"`), the rate at step $s$ is $(1 + (k - 1) \min(s / w,\ 1)) \cdot f(s)$. It rises from the rate of
+    one replica to $k$ times that rate, while the schedule runs.
 
-    The linear rule suits SGD, the square root adaptive optimizers such as Adam, whose updates do not grow with the
-    gradient. Both are for `CrossShard(reduction="mean")`, and for a global batch that grows with `num_replicas`.
+    The linear rule suits SGD. The square root suits adaptive optimizers such as Adam, because their updates do not
+    grow with the gradient. Both require `CrossShard(reduction="mean")` and a global batch proportional to
+    `num_replicas`.
 
     Args:
-        schedule: any Keras schedule, or a number for a fixed rate, or a config, for one replica's batch.
-        num_replicas: int >= 1. How many times larger the global batch is.
+        schedule: any Keras schedule, a number for a fixed rate, or a config, tuned for one replica's batch.
+        num_replicas: int >= 1. The factor between the global batch and one replica's batch.
         rule: "linear" (default) or "sqrt".
-        warmup_steps: int >= 0, in optimizer updates. Defaults to 0: scaled from the first update on.
+        warmup_steps: int >= 0, in optimizer updates. Defaults to 0: scaled from the first update.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
@@ -161,22 +162,22 @@ class ScaledByReplicas(Schedule):
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The scaled rate."""
+        """Returns the scaled rate."""
         factor = float(self.num_replicas) if self.rule == "linear" else math.sqrt(self.num_replicas)
         return _ramp(1.0, factor, self.warmup_steps, steps) * _rate(self.schedule, steps)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class PerUpdate(Schedule):
-    r"""A schedule that counts updates inside an optimizer of Keras' own that accumulates gradients.
+    r"""Makes a schedule count updates, not micro-batches, in a Keras optimizer that accumulates gradients.
 
-    With `gradient_accumulation_steps` $= k$ Keras hands a schedule the number of micro-batches, so that it runs $k$
-    times too fast. With the schedule $f$ the rate at micro-batch $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens
+    With `gradient_accumulation_steps` $= k$, Keras passes the number of micro-batches to a schedule, so it runs $k$
+    times too fast. With the schedule $f$, the rate at micro-batch $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens
     in micro-batch $n k + k - 1$, with the rate $f(n)$.
 
     Args:
-        schedule: any Keras schedule, or a number for a fixed rate, or a config.
-        gradient_accumulation_steps: int >= 1. That of the optimizer.
+        schedule: any Keras schedule, a number for a fixed rate, or a config.
+        gradient_accumulation_steps: int >= 1. The value of the optimizer.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
@@ -192,7 +193,7 @@ class PerUpdate(Schedule):
         [1.0, 0.75, 0.5]
 
     References:
-        OpenSeq2Seq's `iter_size`, with which schedules count updates.
+        OpenSeq2Seq's `iter_size`: schedules there count updates.
     """
 
     def __init__(self, schedule: Any, gradient_accumulation_steps: int) -> None:
@@ -200,7 +201,7 @@ class PerUpdate(Schedule):
         self.gradient_accumulation_steps = check.count("gradient_accumulation_steps", gradient_accumulation_steps, 1)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate of the schedule at the number of whole windows."""
+        """Returns the rate of the schedule at the number of complete windows."""
         return _rate(self.schedule, steps.periods(self.gradient_accumulation_steps)[0])
 
 

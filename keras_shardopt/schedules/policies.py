@@ -1,6 +1,6 @@
 """OpenSeq2Seq's learning-rate policies as Keras schedules.
 
-All formulas are written so that the step stays an integer until a ratio is taken of it: see `step_count`.
+In all formulas the step stays an integer until it is divided: see `step_count`.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class FixedLR(Policy):
         0.25
 
     References:
-        OpenSeq2Seq, `lr_policies.fixed_lr`, which returned its argument as it was; a schedule returns a tensor.
+        OpenSeq2Seq, `lr_policies.fixed_lr`. It returned its argument; a schedule returns a tensor.
     """
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = _learning_rate(learning_rate)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate."""
+        """Returns the rate."""
         return ops.full_like(steps.number(), self.learning_rate)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class PiecewiseConstant(Policy):
-    r"""A multiple of the rate that changes at boundaries.
+    r"""Multiplies the rate by a factor that changes at boundaries.
 
     With rate $r$ = `learning_rate`, boundaries $b_1 \le \dots \le b_n$ and multipliers $m_0 = 1$ and $m_1 \dots m_n$
-    = `decay_rates`, the rate at step $s$ is $r \cdot m_k$, where $k$ is the number of boundaries below $s$. So the
-    step equal to a boundary still has the old rate, the multipliers are of the initial rate and not of each other,
-    and of two equal boundaries the second one wins.
+    = `decay_rates`, the rate at step $s$ is $r \cdot m_k$. Here $k$ is the number of boundaries below $s$, so a step
+    equal to a boundary still has the old rate. Multipliers apply to the initial rate, not to each other. If two
+    boundaries are equal, the second one applies.
 
     Args:
         learning_rate: float >= 0. The rate up to and including the first boundary.
-        boundaries: list of int >= 0 that do not decrease: the last step of each piece but the last, in optimizer
-            updates; in epochs if `steps_per_epoch` is given.
+        boundaries: list of int >= 0 that do not decrease. The last step of each piece except the last piece, in
+            optimizer updates, or in epochs with `steps_per_epoch`.
         decay_rates: list of float >= 0, one per boundary. The multiplier after it.
-        steps_per_epoch: int >= 0 or None (default). Updates per epoch, by which all boundaries are multiplied.
-            0 counts as given, as in the original: all boundaries are then 0.
+        steps_per_epoch: int >= 0 or None (default). Updates per epoch, a factor of all boundaries. With 0, all
+            boundaries are 0, as in the original.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
-        ValueError: if `boundaries` and `decay_rates` are empty or of different length, if boundaries decrease or are
-            not whole, if a number is negative, infinite or NaN.
+        ValueError: if `boundaries` and `decay_rates` are empty or of different lengths, if boundaries decrease or are
+            fractions, or if a number is negative, infinite or NaN.
         TypeError: if an argument is not a number or list.
 
     Example:
@@ -82,8 +82,8 @@ class PiecewiseConstant(Policy):
         [0.5, 0.5, 0.25, 0.25, 0.125]
 
     References:
-        OpenSeq2Seq, `lr_policies.piecewise_constant`. Here tuples are lists too, whole floats are ints, and empty or
-        unsorted lists raise `ValueError` at construction.
+        OpenSeq2Seq, `lr_policies.piecewise_constant`. Here tuples are accepted as lists and whole floats as ints.
+        Empty or unsorted lists raise `ValueError` at construction.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class PiecewiseConstant(Policy):
         ]
         if len(self.boundaries) != len(self.decay_rates):
             raise ValueError(
-                "`boundaries` and `decay_rates` must have the same length; the rate before the first boundary needs "
-                f"no multiplier. Received: {len(self.boundaries)} boundaries={self.boundaries} and "
+                "`boundaries` and `decay_rates` must have the same length; the rate before the first boundary has no "
+                f"multiplier. Received: {len(self.boundaries)} boundaries={self.boundaries} and "
                 f"{len(self.decay_rates)} decay_rates={self.decay_rates}"
             )
         if steps_per_epoch is not None:
@@ -109,7 +109,7 @@ class PiecewiseConstant(Policy):
         self.steps_per_epoch = steps_per_epoch
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate of the piece."""
+        """Returns the rate of the piece."""
         factor = 1 if self.steps_per_epoch is None else self.steps_per_epoch
         rates = [self.learning_rate * multiplier for multiplier in (1.0, *self.decay_rates)]
         piece = steps.num_exceeded([boundary * factor for boundary in self.boundaries])
@@ -118,27 +118,26 @@ class PiecewiseConstant(Policy):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class ExpDecay(Policy):
-    r"""Exponential decay, continuous or in stairs, down to a floor.
+    r"""Exponential decay, continuous or in steps, down to a minimum.
 
     With rate $r$ = `learning_rate`, factor $q$ = `decay_rate` and $p = \max(s - b, 0) / d$, the time since
     $b$ = `begin_decay_at` in units of $d$ = `decay_steps`, the rate at step $s$ is $\max(r\,q^p,\ \text{min\_lr})$.
-    In stairs, $p$ is rounded down.
+    With `use_staircase_decay`, $p$ is rounded down.
 
     Args:
         learning_rate: float >= 0. The rate up to `begin_decay_at`.
-        decay_steps: number >= 1, in optimizer updates: after each so many the rate has been multiplied by
-            `decay_rate` once more. It may be a simple fraction such as 2.5.
-        decay_rate: float >= 0. Above 1 the rate grows; 0 makes it `min_lr` as soon as $p > 0$.
-        use_staircase_decay: bool. Whether to decay at once at the end of every `decay_steps`. Has no default.
-        begin_decay_at: int >= 0. The update from which on decay is counted. Defaults to 0.
-        min_lr: float >= 0. The smallest rate, at every step: a `min_lr` above `learning_rate` lifts the start too.
-            Defaults to 0.
+        decay_steps: number >= 1, in optimizer updates: the time of one decay by `decay_rate`. It may be a simple
+            fraction such as 2.5.
+        decay_rate: float >= 0. Above 1 the rate grows; with 0 it is `min_lr` as soon as $p > 0$.
+        use_staircase_decay: bool. Whether to decay only at the end of every `decay_steps`. Has no default.
+        begin_decay_at: int >= 0. The first update of the decay. Defaults to 0.
+        min_lr: float >= 0. The minimum rate, also before the decay. Defaults to 0.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
         ValueError: if a number is out of its range, infinite or NaN, or if the fraction in `decay_steps` is not
-            simple: it must be $n/m$ exactly, with $nm < 2^{31}$, so that stairs are at exact steps.
+            simple. It must be exactly $n/m$ with $nm < 2^{31}$ for stairs at exact steps.
         TypeError: if an argument is not a number, or `use_staircase_decay` not a bool.
 
     Example:
@@ -149,8 +148,8 @@ class ExpDecay(Policy):
         [1.0, 0.5, 0.25]
 
     References:
-        OpenSeq2Seq, `lr_policies.exp_decay`. There $q^p$ was one float32 power, which drifts for a `decay_rate` near
-        1 (by 8e-4 for 0.9999 ** 50000); here it is exact to float32 rounding.
+        OpenSeq2Seq, `lr_policies.exp_decay`. It computed $q^p$ as one float32 power, with an error of 8e-4 for
+        0.9999 ** 50000. Here it is exact to float32 rounding.
     """
 
     def __init__(
@@ -177,13 +176,13 @@ class ExpDecay(Policy):
         self.min_lr = check.number("min_lr", min_lr, at_least=0)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The decayed rate."""
+        """Returns the decayed rate."""
         whole, part = steps.since(self.begin_decay_at).periods(self._numerator, self._denominator)
         decay = whole.as_exponent(self._squares)
         if not self.use_staircase_decay and self.decay_steps != 1:
             decay = decay * ops.power(ops.cast(self.decay_rate, steps.dtype), part)
         rate = self.learning_rate * decay
-        # Not `ops.maximum`, which turns float64 into float32 on PyTorch.
+        # `ops.maximum` would convert float64 to float32 on PyTorch.
         return ops.where(rate > self.min_lr, rate, self.min_lr)
 
 
@@ -191,21 +190,21 @@ class ExpDecay(Policy):
 class PolyDecay(Policy):
     r"""Linear warm-up, then polynomial decay to a final rate.
 
-    With rate $r$ = `learning_rate`, warm-up $w$ = `warmup_steps`, floor $m$ = `min_lr`, begin $b$ =
+    With rate $r$ = `learning_rate`, warm-up $w$ = `warmup_steps`, minimum $m$ = `min_lr`, begin $b$ =
     `begin_decay_at`, length $d$ = `decay_steps` and power $p$, the rate at step $s$ is
 
     $$L f + m (1 - f), \quad L = r \min(s / w,\ 1), \quad f = (1 - t / d)^p, \quad t = \min(\max(s - b, 0),\ d).$$
 
-    So the rate is $L$ up to step $b$ (where `min_lr` plays no part) and $m$ from step $b + d$ on. The first update
-    of a warm-up has rate 0 and step $w$ the full rate; without warm-up $L = r$. With $b < w$ both act at once:
-    `from_run` lets decay wait for the end of warm-up.
+    The rate is $L$ up to step $b$ (it does not depend on `min_lr`) and $m$ from step $b + d$ on. The first update of a
+    warm-up has rate 0 and step $w$ the full rate; without warm-up $L = r$. With $b < w$, warm-up and decay overlap;
+    `from_run` begins the decay after the warm-up.
 
     Args:
         learning_rate: float >= 0. The rate after warm-up and before decay.
-        decay_steps: number >= 1, in optimizer updates. How long the decay takes, from `begin_decay_at`.
+        decay_steps: number >= 1, in optimizer updates. The length of the decay, from `begin_decay_at`.
         power: float > 0. 1 (default) is linear.
         begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
-        min_lr: float >= 0. The rate at the end, absolute. Defaults to 0. One above `learning_rate` makes it rise.
+        min_lr: float >= 0. The final rate, absolute. Defaults to 0. Above `learning_rate`, the rate rises.
         warmup_steps: int >= 0, in optimizer updates. Defaults to 0, no warm-up.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
@@ -243,17 +242,17 @@ class PolyDecay(Policy):
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate after warm-up and decay."""
-        kept = steps.since(self.begin_decay_at).remaining(self.decay_steps)
+        """Returns the rate after warm-up and decay."""
+        fraction = steps.since(self.begin_decay_at).remaining(self.decay_steps)
         if self.power != 1:
-            kept = ops.power(kept, self.power)
-        # Not (L - m) f + m, which is off by a rounding of m where f is 0 or 1.
-        return _warmed_up(self.learning_rate, self.warmup_steps, steps) * kept + self.min_lr * (1.0 - kept)
+            fraction = ops.power(fraction, self.power)
+        # (L - m) f + m would have a rounding error of m if f is 0 or 1.
+        return _warmed_up(self.learning_rate, self.warmup_steps, steps) * fraction + self.min_lr * (1.0 - fraction)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class CosineDecay(Policy):
-    r"""Linear warm-up, then half a cosine down to a fraction of the rate, or to a rate.
+    r"""Linear warm-up, then half a cosine down to a fraction of the rate, or to an absolute rate.
 
     With rate $r$ = `learning_rate`, warm-up $w$ = `warmup_steps`, fraction $a$ = `min_lr`, begin $b$ =
     `begin_decay_at` and length $d$ = `decay_steps`, the rate at step $s$ is
@@ -262,22 +261,22 @@ class CosineDecay(Policy):
     \quad t = \min(\max(s - b, 0),\ d).$$
 
     With $m$ = `absolute_min_lr` it is $L c + m (1 - c)$ instead. The first update of a warm-up has rate 0 and step
-    $w$ the full rate; without warm-up $L = r$. With $b < w$ both act at once: `from_run` lets decay wait.
+    $w$ the full rate; without warm-up $L = r$. With $b < w$, warm-up and decay overlap; `from_run` avoids it.
 
     Args:
         learning_rate: float >= 0. The rate after warm-up and before decay.
-        decay_steps: number >= 1, in optimizer updates. How long the decay takes, from `begin_decay_at`.
-        power: has no effect and warns unless it is 1 (default); `PolyDecay` has one.
+        decay_steps: number >= 1, in optimizer updates. The length of the decay, from `begin_decay_at`.
+        power: has no effect, and warns unless it is 1 (default). See `PolyDecay`.
         begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
-        min_lr: float >= 0. The end of the decay as a FRACTION of `learning_rate`, unlike `min_lr` of the other
-            schedules. Defaults to 0.
+        min_lr: float >= 0. The final rate as a FRACTION of `learning_rate`, unlike `min_lr` of other schedules.
+            Defaults to 0.
         warmup_steps: int >= 0, in optimizer updates. Defaults to 0, no warm-up.
-        absolute_min_lr: float >= 0 or None (default). The end of the decay as a rate, instead of `min_lr`.
+        absolute_min_lr: float >= 0 or None (default). The final rate, instead of `min_lr`.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
-        ValueError: if a number is out of its range, infinite or NaN; if both `min_lr` and `absolute_min_lr` are given.
+        ValueError: if a number is out of its range, infinite or NaN; if `min_lr` and `absolute_min_lr` are both set.
         TypeError: if an argument is not a number.
 
     Example:
@@ -290,9 +289,9 @@ class CosineDecay(Policy):
 
     References:
         Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
-        OpenSeq2Seq, `lr_policies.cosine_decay`, which ignored `power` without a word, and where `decay_steps=0` gave
-        NaN. `absolute_min_lr` is new. $c$ is computed as $\sin^2$ of the remaining quarter turn, which keeps its
-        digits where it is small.
+        OpenSeq2Seq, `lr_policies.cosine_decay`. It silently ignored `power`, and `decay_steps=0` gave NaN.
+        `absolute_min_lr` is new. $c$ is computed as $\sin^2$ of the remaining quarter turn, which is precise if it
+        is small.
     """
 
     def __init__(
@@ -309,9 +308,9 @@ class CosineDecay(Policy):
         self.decay_steps = check.duration("decay_steps", decay_steps)
         self.power = _power(power)
         if self.power != 1:
-            # A cosine is what the caller asked for and gets, so configs of the original still work.
+            # A warning, not an error: configs of the original still work.
             warn(
-                f"`power` has no effect on CosineDecay. Received: power={power!r}. Leave it out, or use PolyDecay.",
+                f"`power` has no effect on CosineDecay. Received: power={power!r}. Remove it, or use PolyDecay.",
             )
         self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
         self.min_lr = check.number("min_lr", min_lr, at_least=0, fix="It is a fraction of `learning_rate`.")
@@ -326,40 +325,40 @@ class CosineDecay(Policy):
         self.absolute_min_lr = absolute_min_lr
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate after warm-up and decay."""
+        """Returns the rate after warm-up and decay."""
         remaining = steps.since(self.begin_decay_at).remaining(self.decay_steps)
-        kept = ops.square(_sine(remaining * (math.pi / 2), steps.dtype))
+        fraction = ops.square(_sine(remaining * (math.pi / 2), steps.dtype))
         rate = _warmed_up(self.learning_rate, self.warmup_steps, steps)
         if self.absolute_min_lr is not None:
-            return rate * kept + self.absolute_min_lr * (1.0 - kept)
-        return rate * (kept + self.min_lr * (1.0 - kept))
+            return rate * fraction + self.absolute_min_lr * (1.0 - fraction)
+        return rate * (fraction + self.min_lr * (1.0 - fraction))
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class InvPolyDecay(Policy):
-    r"""Decay with an inverse power of the step, which reaches a given rate at a given step and goes on.
+    r"""Decay with an inverse power of the step that reaches a given rate at a given step.
 
     With rate $r$ = `learning_rate`, $m = \min(\max(\text{min\_lr}, 10^{-8}), r)$, length $d$ = `decay_steps` and
     power $p$, the rate at step $s$ is
 
     $$r\,/\,(1 + k s)^p, \quad k = ((r / m)^{1/p} - 1) / d,$$
 
-    which is $m$ at step $d$ and falls further after it.
+    It is $m$ at step $d$ and continues to fall.
 
     Args:
         learning_rate: float > 0. The rate at step 0.
-        decay_steps: number >= 1, in optimizer updates. When the rate is `min_lr`.
-        min_lr: float >= 0. The rate at `decay_steps`, not a floor; at least 1e-8. Has no default.
+        decay_steps: number >= 1, in optimizer updates. The time at which the rate is `min_lr`.
+        min_lr: float >= 0. The rate at `decay_steps`, not a minimum; at least 1e-8. Has no default.
         power: float > 0. Defaults to 1.
-        begin_decay_at: must be 0 (default): nothing would come of another value.
-        warmup_steps: must be 0 (default): nothing would come of another value. Use `Warmup`.
-        name: str or None (default). Only kept in the config.
+        begin_decay_at: must be 0 (default). Use `Join` for a later decay.
+        warmup_steps: must be 0 (default). Use `Warmup` for a warm-up.
+        name: str or None (default). Stored in the config.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
         ValueError: if a number is out of its range, infinite or NaN; if `begin_decay_at` or `warmup_steps` is not 0;
-            if `power` is so small that $k$ is beyond float32.
+            if `power` is so small that $k$ exceeds the range of float32.
         TypeError: if an argument is not a number.
 
     Example:
@@ -369,8 +368,7 @@ class InvPolyDecay(Policy):
         [1.0, 0.5, 0.25]
 
     References:
-        OpenSeq2Seq, `lr_policies.inv_poly_decay`, which ignored `begin_decay_at` and `warmup_steps` without a word;
-        here `Join` and `Warmup` do what these names say.
+        OpenSeq2Seq, `lr_policies.inv_poly_decay`. It silently ignored `begin_decay_at` and `warmup_steps`.
     """
 
     def __init__(
@@ -411,17 +409,17 @@ class InvPolyDecay(Policy):
             slope = math.expm1(math.log(self.learning_rate / end) / self.power) / self.decay_steps
         except OverflowError:
             slope = math.inf
-        if slope > 1e28:  # times any step it must stay in float32
+        if slope > 1e28:  # its product with any step must be in float32's range
             raise ValueError(
                 "`power` must be large enough that (`learning_rate` / `min_lr`) ** (1 / `power`) / `decay_steps` is at "
                 f"most 1e28. Received: power={self.power!r}, learning_rate={self.learning_rate!r}, "
-                f"min_lr={self.min_lr!r}. Raise one of `power` and `min_lr`."
+                f"min_lr={self.min_lr!r}. Raise `power` or `min_lr`."
             )
         return slope
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The decayed rate."""
-        # (1 + k s) ** p by way of log1p, which keeps the digits of k s below 1.
+        """Returns the decayed rate."""
+        # (1 + k s) ** p with log1p, which is precise for k s below 1.
         return self.learning_rate * ops.exp(-self.power * ops.log1p(self._slope * steps.number()))
 
 
@@ -434,15 +432,15 @@ class TransformerPolicy(Policy):
 
     $$\min(r\,c\,d^{-1/2} \min((s + 1)\,w^{-3/2},\ (s + 1)^{-1/2}),\ \text{max\_lr}).$$
 
-    It is largest at step $w - 1$: $r\,c\,(d\,w)^{-1/2}$. It is not 0 at step 0.
+    The maximum, at step $w - 1$, is $r\,c\,(d\,w)^{-1/2}$. The rate at step 0 is not 0.
 
     Args:
-        learning_rate: float >= 0. A multiplier, usually about 1: not the rate itself.
+        learning_rate: float >= 0. A multiplier, usually about 1, not the rate.
         d_model: int >= 1. The width of the model.
         warmup_steps: int >= 1, in optimizer updates.
-        max_lr: float >= 0 or None (default). The largest rate. 0.0 counts as given.
-        coefficient: float >= 0. Another multiplier, of which OpenSeq2Seq's configs used 0.002 with Adam. Defaults to 1.
-        dtype: str, dtype or None. The float dtype of the rate; None (default) is `keras.config.floatx()`.
+        max_lr: float >= 0 or None (default). The maximum rate; 0.0 is valid.
+        coefficient: float >= 0. A second multiplier. OpenSeq2Seq's configs used 0.002 with Adam. Defaults to 1.
+        dtype: str, dtype or None. The float dtype of the rate. None (default) is `keras.config.floatx()`.
 
     Returns (from a call): a tensor of the step's shape in `dtype`.
 
@@ -457,9 +455,9 @@ class TransformerPolicy(Policy):
         [0.03125, 0.125, 0.0625]
 
     References:
-        Vaswani et al., "Attention Is All You Need", 2017, section 5.3. OpenSeq2Seq, `lr_policies.transformer_policy`:
-        there `dtype` was also that of the arithmetic, so that in float16 the rate was a few percent off and 0 from
-        step 65504 on, and float64 or an int did not go with `max_lr`. Here the arithmetic is at least float32.
+        Vaswani et al., "Attention Is All You Need", 2017, section 5.3. OpenSeq2Seq, `lr_policies.transformer_policy`.
+        There, `dtype` was also the dtype of the arithmetic. In float16 the rate had errors of a few percent and was 0
+        from step 65504 on, and float64 or an int failed with `max_lr`. Here the arithmetic is at least float32.
     """
 
     def __init__(
@@ -479,18 +477,18 @@ class TransformerPolicy(Policy):
         self.dtype = None if dtype is None else _float_dtype(dtype)
 
     def __call__(self, step: Any) -> Tensor:
-        """The rate at `step`, in `dtype`."""
+        """Returns the rate at `step`, in `dtype`."""
         if self.dtype is None:
             return super().__call__(step)
         return ops.cast(self.rate_at(StepCount(step, at_least_float32(self.dtype))), self.dtype)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate, before it is cast."""
+        """Returns the rate before the cast."""
         updates = steps.next()
         rising = updates.elapsed(self.warmup_steps) * self.warmup_steps**-0.5
         falling = ops.rsqrt(updates.number())
         peak_scale = self.learning_rate * self.coefficient * self.d_model**-0.5
-        # Not `ops.minimum`, which turns float64 into float32 on PyTorch.
+        # `ops.minimum` would convert float64 to float32 on PyTorch.
         rate = peak_scale * ops.where(rising < falling, rising, falling)
         return rate if self.max_lr is None else ops.where(rate < self.max_lr, rate, self.max_lr)
 
@@ -505,7 +503,7 @@ def _float_dtype(dtype: Any) -> str:
     try:
         found: str = keras.backend.standardize_dtype(dtype)
         is_float = keras.backend.is_float_dtype(found)
-    except Exception:  # what is no dtype at all fails in many ways
+    except Exception:  # values that are not dtypes raise many kinds of errors
         is_float = False
     if not is_float:
         raise ValueError(f"`dtype` must be a float dtype or None. Received: dtype={dtype!r}")
@@ -513,10 +511,10 @@ def _float_dtype(dtype: Any) -> str:
 
 
 def _sine(angle: Tensor, dtype: str) -> Tensor:
-    """The sine of an angle from 0 to pi / 2."""
+    """Returns the sine of an angle from 0 to pi / 2."""
     if dtype == "float32":
         return ops.sin(angle)
-    # Keras' sine turns float64 into float32 on JAX. The series up to angle ** 23 has all digits here.
+    # Keras' sine converts float64 to float32 on JAX. The series up to angle ** 23 is exact to rounding here.
     square, series = angle * angle, 1.0
     for n in range(22, 0, -2):
         series = 1.0 - square / (n * (n + 1)) * series

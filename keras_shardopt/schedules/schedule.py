@@ -1,4 +1,4 @@
-"""What all schedules share: the call, the config, lookup by name, a plot.
+"""The base classes of schedules, and `get`.
 
 A concrete schedule keeps its arguments as attributes of the same names, and computes its rate in `rate_at`.
 """
@@ -20,35 +20,35 @@ from keras_shardopt.schedules.step_count import StepCount
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     """A learning rate per update, for the `learning_rate` argument of any Keras optimizer.
 
-    Calling it with a step (an int, an integer tensor of any shape, or a `keras.Variable`, counted from 0: the first
-    update has step 0) returns a tensor of the step's shape in `keras.config.floatx()`. The arithmetic is at least
-    float32, also where `floatx` is float16 or bfloat16.
+    A call takes a step: an int, an integer tensor of any shape, or a `keras.Variable`, counted from 0. It returns a
+    tensor of the step's shape in `keras.config.floatx()`. The arithmetic is at least float32, even if `floatx` is
+    float16 or bfloat16.
     """
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """The rate, in `steps.dtype`. Concrete schedules fill this in."""
+        """Returns the rate, in `steps.dtype`. Abstract."""
         raise NotImplementedError
 
     def __call__(self, step: Any) -> Tensor:
-        """The rate at `step`."""
+        """Returns the rate at `step`."""
         floatx = keras.config.floatx()
         return ops.cast(self.rate_at(StepCount(step, at_least_float32(floatx))), floatx)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, schedules among them serialized."""
+        """Returns the constructor's arguments, with serialized schedules."""
         return {name: _serialized(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
-        given = (f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters)
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = (f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def plot(self, num_steps: int, ax: Any = None, **line: Any) -> Any:
         """Draws the rate over the first `num_steps` updates with matplotlib.
 
         Args:
-            num_steps: int >= 1, in optimizer updates. At most 1000 of them are evaluated, evenly spread.
+            num_steps: int >= 1, in optimizer updates. At most 1000 of them are evaluated, evenly spaced.
             ax: a matplotlib `Axes`, or None (default) for the current one.
-            **line: passed to `Axes.plot`; `label` is the name of the class unless given.
+            **line: passed to `Axes.plot`. `label` defaults to the name of the class.
 
         Returns:
             The `Axes`.
@@ -62,7 +62,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         num_steps = check.count("num_steps", num_steps, 1)
         steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
         ax = plt.gca() if ax is None else ax
-        # One at a time, because schedules of Keras' own inside this one may need a scalar.
+        # One at a time, because a schedule of Keras inside this one may accept only scalars.
         rates = [float(ops.convert_to_numpy(ops.cast(self(step), "float32"))) for step in steps]
         ax.plot(steps, rates, **{"label": type(self).__name__, **line})
         ax.set_xlabel("update")
@@ -71,7 +71,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Policy(Schedule):
-    """A schedule that stands for one of OpenSeq2Seq's learning-rate policies."""
+    """A schedule that implements a learning-rate policy of OpenSeq2Seq."""
 
     @classmethod
     def from_run(
@@ -82,29 +82,29 @@ class Policy(Schedule):
         steps_per_epoch: int | None = None,
         **arguments: Any,
     ) -> Any:
-        r"""Makes the schedule for a run of known length, filling in what follows from it.
+        r"""Creates the schedule for a run of known length, and derives the times of the decay from it.
 
-        As OpenSeq2Seq's model class did for the policies in its configs. With $n$ = `total_steps`, or
-        `num_epochs * steps_per_epoch`, and unless `decay_steps` is among `arguments`,
+        OpenSeq2Seq's model class did so for the policies in its configs. With $n$ = `total_steps`, or
+        `num_epochs * steps_per_epoch`, and without `decay_steps` among `arguments`,
 
-        - `begin_decay_at` becomes $b$ = `max(begin_decay_at, warmup_steps)`: decay waits for the end of warm-up,
+        - `begin_decay_at` becomes $b$ = `max(begin_decay_at, warmup_steps)`: decay begins after warm-up,
         - `decay_steps` becomes $n - b$: decay ends with the run,
 
-        as far as the policy has these arguments. A policy with `steps_per_epoch` (`PiecewiseConstant`) gets it if
-        the run is given in epochs, so that its boundaries are epochs then. An explicit `decay_steps` switches the
-        first two off, as in the original: everything is then used as given.
+        if the policy has these arguments. If the run is given in epochs, a policy with `steps_per_epoch`
+        (`PiecewiseConstant`) gets it, and its boundaries are epochs. An explicit `decay_steps` disables both
+        replacements, as in the original.
 
         Args:
             total_steps: int >= 1 or None. The length of the run, in optimizer updates.
             num_epochs: int >= 1 or None. The length of the run in epochs, instead of `total_steps`.
-            steps_per_epoch: int >= 1 or None. Updates per epoch; with `num_epochs` only.
+            steps_per_epoch: int >= 1 or None. Updates per epoch; only with `num_epochs`.
             **arguments: the constructor's other arguments.
 
         Returns:
             The schedule.
 
         Raises:
-            ValueError: if the length is given not at all or twice, or if decay would begin when the run is over.
+            ValueError: if the length is missing or ambiguous, or if decay would begin after the end of the run.
 
         Example:
             >>> import keras_shardopt as ks
@@ -134,34 +134,34 @@ class Policy(Schedule):
                 arguments["begin_decay_at"] = begin
             if begin >= total_steps:
                 raise ValueError(
-                    "Decay must begin before the run ends. Received: a run of "
-                    f"{total_steps} updates, and a decay that begins at {begin} (the larger of `begin_decay_at` and "
-                    "`warmup_steps`). Shorten the warm-up, or use FixedLR."
+                    f"Decay must begin before the run ends. Received: a run of {total_steps} updates, and a decay that "
+                    f"begins at {begin} (the larger of `begin_decay_at` and `warmup_steps`). Shorten the warm-up, or "
+                    "use FixedLR."
                 )
             arguments["decay_steps"] = total_steps - begin
         return cls(**arguments)
 
 
 def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Finds or makes a schedule.
+    """Finds or creates a schedule.
 
     Args:
         identifier: one of
 
-            - a schedule, ours or Keras', which is returned as it is,
-            - a number, for that fixed rate,
-            - a name, with the constructor's arguments as `arguments`: "PolyDecay", OpenSeq2Seq's "poly_decay", or
-              that of a schedule of Keras; where both have the name (`CosineDecay`), ours,
-            - a config, as `keras.optimizers.schedules.serialize` makes it, or as short as
+            - a schedule of this package or of Keras: returned unchanged,
+            - a number: that fixed rate,
+            - a name: "PolyDecay", OpenSeq2Seq's "poly_decay", or the name of a schedule of Keras. This package has
+              priority (`CosineDecay`). `arguments` are those of the constructor,
+            - a config from `keras.optimizers.schedules.serialize`, or a short one:
               `{"class_name": "PolyDecay", "config": {...}}`.
-        **arguments: with a name only.
+        **arguments: only with a name.
 
     Returns:
         A `keras.optimizers.schedules.LearningRateSchedule`.
 
     Raises:
-        TypeError: if `identifier` is none of these.
-        ValueError: if the name is unknown, or if `arguments` come with something else than a name.
+        TypeError: if `identifier` has another type.
+        ValueError: if the name is unknown, or if `arguments` come without a name.
 
     Example:
         >>> import keras_shardopt as ks
@@ -194,7 +194,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
             return keras.optimizers.schedules.deserialize(identifier)
         except Exception as error:
             raise ValueError(
-                f"`identifier` must be the config of a schedule, where it is a dict. Received: {identifier!r}"
+                f"`identifier` must be the config of a schedule if it is a dict. Received: {identifier!r}"
             ) from error
     raise TypeError(
         "`identifier` must be a `LearningRateSchedule`, a number, a name with arguments, or a config with a "
@@ -203,7 +203,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 
 
 def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    """The schedule that was given to another one as `argument`. See `get`."""
+    """Returns the schedule for the argument `argument` of another schedule. See `get`."""
     try:
         return get(identifier)
     except (TypeError, ValueError) as error:
@@ -211,8 +211,8 @@ def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningR
 
 
 def at_least_float32(dtype: str) -> str:
-    """`dtype`, or float32 if it is narrower."""
-    # Not `keras.backend.result_type`, which knows no float64 on JAX and PyTorch.
+    """Returns `dtype`, or float32 if it is narrower."""
+    # `keras.backend.result_type` would return float32 for float64 on JAX and PyTorch.
     return dtype if dtype == "float64" else "float32"
 
 
@@ -221,18 +221,16 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 def _named(name: Any) -> Any:
     if not isinstance(name, str):
-        raise TypeError(f"`identifier` must name its class by a str. Received: class_name={name!r}")
+        raise TypeError(f"`identifier` must have a str as its class name. Received: class_name={name!r}")
     classes = [*Schedule.__subclasses__(), *Policy.__subclasses__()]
-    # Not a user's own class of the same name.
+    # Excludes a user's class of the same name.
     classes = [cls for cls in classes if cls is not Policy and cls.__module__.startswith(_PACKAGE)]
     ours = {cls.__name__.lower(): cls for cls in classes}
     name = name.removeprefix("keras_shardopt>")
     found = ours.get(name.replace("_", "").lower()) or getattr(keras.optimizers.schedules, name, None)
     if not inspect.isclass(found) or found is keras.optimizers.schedules.LearningRateSchedule:
         names = sorted(cls.__name__ for cls in ours.values())
-        raise ValueError(
-            f"`identifier`: the name of a schedule must be one of {names} or one of Keras'. Received: {name!r}"
-        )
+        raise ValueError(f"`identifier` must name one of {names} or a schedule of Keras. Received: {name!r}")
     return found
 
 

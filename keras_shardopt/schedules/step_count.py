@@ -1,12 +1,12 @@
 """Arithmetic on step counts that rounds once, at the end.
 
-float32 holds whole numbers up to 2**24 = 16 777 216 only; from there on neighbouring steps fall together. So steps
-are compared, subtracted and divided as integers here, and what becomes a float is a ratio: of the smaller of the
-two parts that a step divides a span into, so that both ends of a span are resolved.
+float32 represents whole numbers exactly only up to 2**24 = 16,777,216. Therefore steps are compared, subtracted and
+divided as integers, and only a ratio becomes a float. It is the ratio of the smaller of the two parts into which a
+step divides a span, so it is precise at both ends of the span.
 
-Steps that come as Python or NumPy integers are counted with NumPy, since JAX and Keras on PyTorch would cut them to
-32 bits. For the same reason tensors only see operators and `ops.where` here: `ops.minimum`, `ops.maximum`,
-`ops.floor_divide` and `ops.prod` turn int64 into int32 and float64 into float32 on PyTorch.
+Python and NumPy integers are counted with NumPy, because JAX and Keras on PyTorch would truncate them to 32 bits.
+Tensors are used with operators and `ops.where` only: `ops.minimum`, `ops.maximum`, `ops.floor_divide` and `ops.prod`
+convert int64 to int32 and float64 to float32 on PyTorch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FLOAT32_MAX = float(np.finfo("float32").max)
 
 
 class StepCount:
-    """A step, or several, none of them negative.
+    """One or more steps, none of them negative.
 
     Args:
         step: an int, an integer array or tensor of any shape, or a `keras.Variable`.
-        dtype: "float32" or "float64", for what is computed from the step. All results have the step's shape.
+        dtype: "float32" or "float64": the dtype of results. All results have the step's shape.
 
     Raises:
-        TypeError: if `step` is not made of integers.
-        ValueError: if `step` is None, or is a negative number of Python or NumPy.
+        TypeError: if `step` does not consist of integers.
+        ValueError: if `step` is None, or is a negative Python or NumPy number.
     """
 
     def __init__(self, step: Any, dtype: str) -> None:
@@ -48,20 +48,20 @@ class StepCount:
 
     @property
     def step(self) -> Any:
-        """The step as a tensor of integers, or as it is if that would cut it."""
+        """The step as an integer tensor, or unchanged if a tensor would truncate it."""
         if not self._on_host or np.max(self._value, initial=0) > _INT32_MAX:
             return self._value
         return ops.convert_to_tensor(self._value, dtype="int32")
 
     def since(self, start: int) -> StepCount:
-        """The steps since `start`, 0 before it."""
+        """Returns the number of steps since `start`, 0 before it."""
         if start == 0:
             return self
         first = self._constant(start)
         return self._with(self._where(self._value > first, self._value, first) - first)
 
     def next(self) -> StepCount:
-        """One step more."""
+        """Returns the next step."""
         return self._with(self._at_most(self._largest - 1) + 1)
 
     def exceeds(self, bound: int) -> Tensor:
@@ -69,24 +69,24 @@ class StepCount:
         return self._on_device(self._value > self._constant(bound), "bool")
 
     def num_exceeded(self, bounds: Sequence[int]) -> Tensor:
-        """How many of `bounds` the step is greater than."""
+        """Returns the number of `bounds` that the step is greater than."""
         exceeded = self._value[..., None] > self._constants(bounds)
         return ops.sum(self._on_device(exceeded, "int32"), axis=-1)
 
     def elapsed(self, length: float) -> Tensor:
-        """The part of the first `length` steps that is over, from 0 to 1."""
+        """Returns the elapsed fraction of the first `length` steps, from 0 to 1."""
         passed, left = self._passed_and_left(length)
         return ops.where(2.0 * left < float(length), 1.0 - left / float(length), passed / float(length))
 
     def remaining(self, length: float) -> Tensor:
-        """The part of the first `length` steps that is still to come, from 1 to 0."""
+        """Returns the remaining fraction of the first `length` steps, from 1 to 0."""
         passed, left = self._passed_and_left(length)
         return ops.where(2.0 * left < float(length), left / float(length), 1.0 - passed / float(length))
 
     def periods(self, numerator: int, denominator: int = 1) -> tuple[StepCount, Tensor]:
-        """How many whole periods of `numerator / denominator` steps are over, and the part of the next one.
+        """Returns the number of complete periods of `numerator / denominator` steps, and the fraction of the next one.
 
-        The numerator must not be less than the denominator; where that is not 1 their product must be less than
+        The numerator must be at least the denominator. If the denominator is not 1, their product must be less than
         2**31.
         """
         if numerator > self._largest:
@@ -94,16 +94,16 @@ class StepCount:
         period = self._constant(numerator)
         whole, rest = self._value // period, self._value % period
         if denominator != 1:
-            # step * denominator would overflow; what is left over after whole numerators does not.
+            # step * denominator would overflow; the remainder after whole numerators is small enough.
             rest = rest * denominator
             whole, rest = whole * denominator + rest // period, rest % period
         return self._with(whole), self._on_device(rest, self.dtype) / float(numerator)
 
     def as_exponent(self, squares: Sequence[float]) -> Tensor:
-        """The step-th power of a base.
+        """Returns the step-th power of a base.
 
         Args:
-            squares: of `repeated_squares(base)`.
+            squares: the result of `repeated_squares(base)`.
         """
         factors = [math.inf if square > _FLOAT32_MAX and self.dtype == "float32" else square for square in squares]
         factors = factors[: self._largest.bit_length()]
@@ -113,14 +113,14 @@ class StepCount:
         return ops.prod(chosen, axis=-1, dtype=self.dtype)
 
     def number(self) -> Tensor:
-        """The step as a float: exact up to 2**24 in float32, the nearest float beyond."""
+        """Returns the step as a float: exact up to 2**24 in float32, rounded above."""
         return self._on_device(self._value, self.dtype)
 
     def _passed_and_left(self, length: float) -> tuple[Tensor, Tensor]:
         whole = min(math.floor(length), self._largest)
         passed = self._at_most(whole)
         left = self._on_device(whole - passed, self.dtype)
-        beyond = length - whole  # the fraction of a step, or what an int32 step never reaches
+        beyond = length - whole  # a fraction of a step, or steps beyond the range of int32
         if beyond:
             left = ops.where(self.exceeds(whole), 0.0, left + float(beyond))
         return self._on_device(passed, self.dtype), left
@@ -130,7 +130,7 @@ class StepCount:
         return self._where(self._value < last, self._value, last)
 
     def _constant(self, value: int) -> Any:
-        """The value, or the largest possible step if it is beyond, in the dtype of the step."""
+        """Returns the value in the dtype of the step, or the largest step if the value is larger."""
         return self._as_steps(min(value, self._largest))
 
     def _constants(self, values: Sequence[int]) -> Any:
@@ -154,10 +154,10 @@ class StepCount:
 
 
 def repeated_squares(base: float) -> list[float]:
-    """`base`, `base ** 2`, `base ** 4` and so on, up to what never changes again, for `StepCount.as_exponent`.
+    """Returns `base`, `base ** 2`, `base ** 4` and so on, until the value is constant, for `StepCount.as_exponent`.
 
-    A power in float32 takes the base for the nearest float32: 0.9999 ** 50000 is 8e-4 off that way. A product of
-    these, each computed in float64 and chosen by a bit of the exponent, is not.
+    A power in float32 first rounds the base to float32: 0.9999 ** 50000 then has an error of 8e-4. The product of
+    these float64 powers, selected by the bits of the exponent, does not.
     """
     squares = [base]
     while squares[-1] not in (0.0, math.inf) and len(squares) < 63:
@@ -172,7 +172,7 @@ def _integers(step: Any) -> Any:
     if step is None:
         raise ValueError("`step` must be given: an int or an integer tensor, such as `optimizer.iterations`.")
     if type(step) is int and 0 <= step <= _INT32_MAX:
-        # A tensor that torch.compile can trace; made by addition, because a constant would be compiled anew each time.
+        # A tensor that torch.compile can trace. By addition, because a new constant would compile again each time.
         return ops.zeros((), dtype="int32") + step
     if isinstance(step, (int, float, list, tuple, np.generic, np.ndarray)):
         array = np.asarray(step)

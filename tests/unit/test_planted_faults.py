@@ -442,8 +442,8 @@ FAULTS = [
     # Schedules.
     fault(
         "schedules/policies.py",
-        "steps) * kept + self.min_lr * (1.0 - kept)",
-        "steps) * kept + self.min_lr",
+        "steps) * fraction + self.min_lr * (1.0 - fraction)",
+        "steps) * fraction + self.min_lr",
         "unit/schedules/test_schedules.py::test_golden",
     ),
     fault(
