@@ -62,7 +62,7 @@ def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
         f"same models, and stop together. Received: {received}{more}. "
-        f"Let what stops training depend on an epoch's logs after `prepare`, which are equal on all {plural(noun)}."
+        f"If a callback stops training, let it use an epoch's logs after `prepare`: all {plural(noun)} have equal logs."
     )
 
 

@@ -105,8 +105,8 @@ class TorchProcesses(Processes):
 processes = TorchProcesses()
 _CALLS = {  # announcements, by the function that gathers objects
     "largest_difference": "compares weights",
-    "check_agreement": "compares what it trains before its first update",
-    "_is_everyones": "compares what it trains before its first update",
+    "check_agreement": "compares its trained variables before its first update",
+    "_is_everyones": "compares its trained variables before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
     "_take_from_first": "begins to draw batches",
     "raise_together": "saves a model or a backup, in which all ranks take part",
@@ -117,7 +117,7 @@ _CALLS = {  # announcements, by the function that gathers objects
     "on_train_begin": "looks for a backup",
     "_from_chief": "restores a backup",
     "_restore_carried": "restores a backup",
-    "_everyones": "gathers what a backup keeps of each rank",
+    "_everyones": "gathers the state of each rank for a backup",
     "_watch": "begins a summary of each replica's gradients",
     "_means": "averages the weights of all ranks",
     "states": "gathers the weights of all ranks",

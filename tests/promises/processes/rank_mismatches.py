@@ -170,7 +170,7 @@ def save_alone(model):
 # What most ranks call, what one calls, and what every rank says of both.
 TRAINS = "trains a prepared model"
 STEPS = "makes a step of a prepared model"
-BEGINS = "compares what it trains before its first update"
+BEGINS = "compares its trained variables before its first update"
 CALLS = {
     "prepare on one rank": (fit, fit_prepared, (BEGINS, TRAINS)),
     "prepare on all but one": (fit_prepared, fit, (TRAINS, BEGINS)),
