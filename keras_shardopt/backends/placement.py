@@ -73,12 +73,8 @@ class Placement:
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         """Place new variables, with equal values on all replicas, on the devices of one program.
 
-        Args:
-            variables: the variables.
-            how: "replicated", "sharded" (as far as shapes allow), or "per_replica" (a new first dimension of zeros).
-
-        Returns:
-            The name of the replica axis. None with one replica.
+        `how` is "replicated", "sharded" (as far as shapes allow), or "per_replica" (a new first dimension of zeros).
+        Return the name of the replica axis, or None with one replica.
         """
         del variables, how
         return None
@@ -95,11 +91,9 @@ class Placement:
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         """Hash each replica's copy of each variable. All processes call it together and get the same result.
 
-        Copies that differ in a single bit always have different hashes. Other differences, including permutations,
-        collide with a probability of about 1 in 2**32.
-
-        Returns:
-            Unsigned integers of shape `[num_replicas, num_variables]`, 0 for sharded variables.
+        The uint64 result has the shape `[num_replicas, num_variables]`, with 0 for sharded variables. Copies that
+        differ in a single bit always have different hashes. Other differences, including permutations, collide with a
+        probability of about 1 in 2**32.
 
         Raises:
             ValueError: on every process, if the numbers of variables differ.

@@ -32,16 +32,15 @@ class Runtime:
         axis_name: str | None,
         before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        """Return the gradients of a scalar. Each assignment in the loss (moving statistics, seeds) happens once.
+        """Return the gradients of a scalar, None for variables that do not affect it, and an auxiliary value.
+
+        Each assignment in the loss (moving statistics, seeds) happens once.
 
         Args:
             loss: returns the scalar, and an auxiliary tensor or None.
             variables: to differentiate with respect to.
             axis_name: the axis of replicas, if each has its own loss. If None, `variables` may be non-trainable.
             before_assign: called before each assignment that is deferred until after the loss.
-
-        Returns:
-            The gradients, None for variables that do not affect the loss; and the auxiliary value.
         """
         del loss, variables, axis_name, before_assign
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")

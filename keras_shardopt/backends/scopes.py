@@ -37,13 +37,9 @@ class ScopeInScope(keras.StatelessScope):
 
 @contextlib.contextmanager
 def assigning_nothing(who: str) -> Iterator[None]:
-    """Forbid assignments in the block, because variables are shared by all replicas.
+    """Raise ValueError if the block assigns a variable, because all replicas share variables.
 
-    Args:
-        who: the code in the block, as an error names it.
-
-    Raises:
-        ValueError: if the block assigned a variable.
+    `who` is the code in the block, as the error names it.
     """
     with ScopeInScope(()) as scope:
         yield

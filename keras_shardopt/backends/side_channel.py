@@ -64,16 +64,9 @@ class SideChannel:
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
     def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
-        """Return the flags of all replicas.
+        """Return the flags of all replicas and the `numbers`, from the result of `pack` reduced with `op`.
 
-        Args:
-            sums: the result of `pack`, reduced over replicas.
-            op: "sum" or "mean", the reduction.
-            must_read: whether to read flags even if that waits for a device.
-
-        Returns:
-            The flags and the reduced `numbers`. Flags are None if reading them would wait and this replica has all
-            gradients.
+        Flags are None if reading them would wait for a device, this replica has all gradients, and not `must_read`.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]

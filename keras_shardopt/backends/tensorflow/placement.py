@@ -54,11 +54,7 @@ def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
 
 
 def bring_inside(optimizers: Sequence[Any]) -> None:
-    """Move optimizers and their variables into the current strategy.
-
-    Raises:
-        ValueError: if called on a replica. One replica cannot create variables for all.
-    """
+    """Move optimizers and their variables into the current strategy. A replica cannot: ValueError."""
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
         if optimizer._distribution_strategy is strategy:

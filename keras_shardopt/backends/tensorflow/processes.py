@@ -327,11 +327,7 @@ def _make_cpu_devices(num_replicas: int) -> None:
 
 
 def gather(strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
-    """Gather equal-shaped arrays of unsigned integers below 2**63, one row per local replica.
-
-    Returns:
-        A list of one array with the rows of all replicas.
-    """
+    """Gather equal-shaped arrays of integers in [0, 2**63), a row per local replica. Return one array, in a list."""
     world = _world_of(strategy)
     if world.num_processes == 1:
         return [array]

@@ -181,8 +181,7 @@ class TorchProcessGroup(Communicator):
     def begin(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
         """Begin an all-to-all, all-gather or all-reduce sum, without recording its bytes.
 
-        Returns:
-            The pending collective, for `wait_for`, and a function that then returns the result.
+        Return the pending collective, for `wait_for`, and a function that then returns the result.
         """
         group, size = self._process_group, self.num_replicas
         if kind == "all_reduce":

@@ -17,10 +17,7 @@ from keras_shardopt.numerics import Tensor
 
 
 class Buffer(keras.Variable):
-    """A buffer of a module as a non-trainable variable, also after another tensor replaces it.
-
-    No layer lists it.
-    """
+    """A buffer of a module as a non-trainable variable, even after its tensor is replaced. No layer lists it."""
 
     def __init__(self, module: torch.nn.Module, name: str, path: str) -> None:
         self._module = weakref.ref(module)

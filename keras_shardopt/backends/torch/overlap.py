@@ -301,11 +301,7 @@ class Buckets:
 
     @torch.no_grad()
     def join_uneven_inputs(self) -> None:
-        """Announce that this rank has ended training: send zeros, as if in another update.
-
-        Raises:
-            ValueError: on all ranks, if some have ended and others have not.
-        """
+        """Announce that this rank has ended training: send zeros. ValueError on all ranks if some continue."""
         self._begin()
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
         self.release()

@@ -3,19 +3,16 @@
 All ranks have equal seeds, so their models start equal. Each rank would then draw the same dropout mask and noise for
 its own rows. In training steps, a multiple of the rank is therefore added to every seed drawn from a generator. A
 training step is `train_step` in `fit` and `train_on_batch`, a step of `optimize_loss`, or the call of a layer in
-training mode.
+training mode. Elsewhere, ranks draw equal numbers: they must divide rows in one order, for example. Integer seeds are
+unchanged, because initializers of weights have them.
 
-Elsewhere (callbacks, data loading, code between steps) ranks draw equal numbers, because they must divide rows in one
-order. Generator states remain equal on all ranks. Files and backups hold the states of a single process, for any number
-of ranks. Rank 0 draws the numbers of a single process.
-
-PyTorch's own generator, used by Keras' dropout without a seed, gets a different seed on each rank, everywhere.
+Generator states remain equal on all ranks, so files and backups hold the states of a single process, for any number of
+ranks. Rank 0 draws the numbers of a single process. PyTorch's own generator, used by Keras' dropout without a seed,
+gets a different seed on each rank, everywhere.
 
 If batches are split into parts (`VirtualReplicas`), the part number replaces the rank. Each part draws from the states
 at the start of the batch, on any rank. PyTorch's generator is seeded for each part from its seed, the update and the
 part, and then restored.
-
-Integer seeds are unchanged, because initializers of weights have them.
 
 Private names of Keras touched here (a test holds each of them):
     `draw_seed` in `keras.src.backend.torch.random` and `.image` - returns the seed for each draw.
@@ -96,11 +93,7 @@ def set_rng_state(state: Any, is_own: bool = True) -> None:
 
 @contextlib.contextmanager
 def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
-    """Draw numbers for parts of a batch in this block.
-
-    Yields:
-        A function to call before each part, with its number and a key of the batch.
-    """
+    """Draw numbers for parts of a batch. Yield a function to call before each part, with its number and a batch key."""
     install("randomness")
     rank = _ranks.replica_id if _ranks is not None and _ranks.are_current() else 0
     seed = (torch.initial_seed() - rank * _BETWEEN_RANKS) % 2**63  # rank 0's seed

@@ -34,18 +34,9 @@ class Slices:
 class SlicedBucket:
     """Gradients that are reduced together, with the interface of `FlatBucket`.
 
-    Args:
-        pool: the memory shared by all buckets.
-        number: the index of this bucket.
-        like: a tensor with the dtype and device of its variables.
-        places: the positions of its variables.
-        pieces: the pieces of each rank.
-        shapes: the shape of this rank's slice of each variable.
-        op: "sum" or "mean".
-        rank: this rank.
-        compression: as of `Buckets`.
-        num_flags: the number of flags sent with the gradients.
-        checks_finite: whether to record non-finite gradients.
+    `number` is the index of this bucket, and `like` a tensor with the dtype and device of its variables, at `places`.
+    `pieces` are those of all ranks, `shapes` the shapes of this rank's slices by place. With `checks_finite`, it
+    records non-finite gradients.
     """
 
     can_resend = False
