@@ -185,9 +185,9 @@ _MIXTURE = (
 
 _READ = (
     "`CrossShard` cannot determine whether this step divides its loss by the number of replicas. Received: a step that "
-    "reads this number, and a loss that does not contain it, so `CrossShard` averages the gradients of the replicas. "
-    'Use `CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the '
-    "step divides elsewhere."
+    "reads the number of replicas, and a loss that does not contain it, so `CrossShard` averages the gradients of the "
+    'replicas. Use `CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` '
+    "if the step divides elsewhere."
 )
 
 

@@ -187,7 +187,7 @@ def _make_trainer_raise(strategy: tf.distribute.Strategy) -> None:
 def _reduce_except_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
     if caller_module() == _KERAS_TRAINER:
         raise ValueError(
-            "Keras' built-in `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
+            "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
             "`MultiWorkerMirroredStrategy`, because it does not support Keras' reductions of batches and metrics "
             f"(keras issue 20585). Received: an unprepared model, on {strategy.num_replicas_in_sync} replicas "
             f"in {num_workers(strategy)} processes. Compile the model with a `CrossShard` inside "

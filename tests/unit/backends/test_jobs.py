@@ -100,7 +100,7 @@ def test_copies_that_are_not_connected_are_warned_of_once(monkeypatch, row):
     (warning,) = caught
     assert warning.filename == __file__
     assert f"started by `{command}` are not connected" in str(warning.message)
-    assert "Received: 2 processes. In place of them, start `python -m keras_shardopt.launch" in str(warning.message)
+    assert "Received: 2 processes. Instead, start `python -m keras_shardopt.launch" in str(warning.message)
     jobs.check_joined(2, "PyTorch")  # as the program has connected them
 
 

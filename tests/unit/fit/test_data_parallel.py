@@ -245,7 +245,7 @@ def test_tensorflow_a_model_that_was_made_elsewhere_is_refused_with_the_reason()
     model = problem.model()
     with ks.data_parallel(2, prepare=False):
         model.compile(ks.CrossShard("sgd"), "mse")
-    with pytest.raises(ValueError, match=r"was made outside the strategy .* 2 replicas\. Build the model inside"):
+    with pytest.raises(ValueError, match=r"was made outside the strategy .* 2 replicas\. Build or load the model"):
         model.fit(*problem.data(num_steps=1), batch_size=problem.BATCH_SIZE, verbose=0)
 
 
