@@ -144,7 +144,7 @@ def test_clipping_and_larc_exclude_each_other():
         ({"cross_shard": "mean"}, TypeError, "cross_shard"),
         ({"cross_shard": {"old": 1}}, ValueError, "`cross_shard` may hold"),
         ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Give one"),
-        ({"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}}, ValueError, "require"),
+        ({"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}}, ValueError, "belong to"),
         ({"optimizer": "adam", "tf1_defaults": True}, ValueError, "written like this"),
     ],
 )
