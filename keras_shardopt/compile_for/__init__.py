@@ -1,1 +1,1 @@
-"""The training step of a program, compiled for a TPU or GPU that this machine does not have."""
+"""Compiles the training step of a program for a TPU or GPU that this machine does not have."""

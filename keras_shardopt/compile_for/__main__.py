@@ -1,4 +1,4 @@
-"""`python -m keras_shardopt.compile_for h100:8 train.py`: compiles a program's training step for hardware elsewhere."""
+"""`python -m keras_shardopt.compile_for h100:8 train.py`: compiles a program's training step for other hardware."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.compile_for import report, targets
 
-# By backend, what exports and compiles its step.
+# By backend, the module that exports and compiles the step.
 _COMPILERS = {"jax": "keras_shardopt.compile_for.jax.step"}
 
 _EPILOG = """examples:
   python -m keras_shardopt.compile_for h100:8 train.py --epochs 1
   python -m keras_shardopt.compile_for --json tpu:v5e:2x4 train.py
-  python -m keras_shardopt.compile_for --plot scale.png h100:8,h100:64,h100:512 train.py    (a table, and a plot)
+  python -m keras_shardopt.compile_for --plot scale.png h100:8,h100:64,h100:512 train.py    (prints a table, and plots)
 
-The program runs on the CPU up to its first training step, on as many CPU devices as the target has.
-Nothing runs on the target: the figures are the compiler's, and the times are lower bounds."""
+The program runs up to its first training step, on the CPU, with the target's number of (virtual) CPU devices.
+Nothing runs on the target: memory and collectives are the compiler's figures, and the times are lower bounds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.plot and (len(wanted) < 2 or importlib.util.find_spec("matplotlib") is None):
             raise ValueError(
                 "`--plot` needs several targets and matplotlib. Received: "
-                f"{len(wanted)} target{'s' * (len(wanted) > 1)}. Give targets with commas; `pip install matplotlib`."
+                f"{len(wanted)} target{'s' * (len(wanted) > 1)}. Separate targets by commas; `pip install matplotlib`."
             )
         if len(wanted) > 1:
             everything = [_in_a_process(name, given.program) for name in names]
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled:
     compiler = for_backend(_COMPILERS)
     if compiler is None:
-        raise ValueError("Only JAX compiles for devices that are not there. Set KERAS_BACKEND=jax.")
+        raise ValueError("Compiling for missing devices is possible only on JAX. Set KERAS_BACKEND=jax.")
     missing = compiler.missing_packages(target)
     if missing:
         raise ValueError(f"The compiler for {target.name} is not installed. Run `pip install {' '.join(missing)}`.")
@@ -68,7 +68,7 @@ def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled
     step = compiler.first_step(_running(program), target)
     if step is None:
         raise ValueError(
-            f"{program[0]} must make a compiled training step. Received: none. Call `model.fit` or `train_on_batch`, "
+            f"{program[0]} must run a compiled training step. Received: none. Call `model.fit` or `train_on_batch`, "
             "without `run_eagerly` or `jit_compile=False`."
         )
     compiled: report.Compiled = compiler.compiled(step, target)
@@ -86,14 +86,14 @@ def _running(program: Sequence[str]) -> Callable[[], Any]:
                 raise ValueError(
                     f"{program[0]} ended before its first step. Received: exit status {end.code}."
                 ) from end
-        except ValueError as error:  # else without its traceback
+        except ValueError as error:  # a RuntimeError, because `main` prints ValueError without its traceback
             raise RuntimeError(f"{program[0]} failed before its first step.") from error
 
     return run
 
 
 def _in_a_process(name: str, program: Sequence[str]) -> dict[str, Any]:
-    """The figures for one target: the number of devices is fixed for the life of a process."""
+    """Returns the figures for one target. In a new process, because the number of devices is fixed per process."""
     command = [sys.executable, "-m", "keras_shardopt.compile_for", "--json", name, *program]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -106,14 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m keras_shardopt.compile_for",
         allow_abbrev=False,
-        description="Compiles the training step of a program for a TPU or GPU, without having one.",
+        description="Compiles the training step of a program for a TPU or GPU that this machine does not have.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="a device and a number or shape: h100:8, tpu:v5e:2x4; several with commas")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times of several targets by number of devices")
-    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program to this file")
+    parser.add_argument("target", help="device:number or device:shape, as h100:8 or tpu:v5e:2x4; several with commas")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="plot predicted times of several targets by number of devices")
+    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program (HLO text) to this file")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="train.py ...", help="the program and its arguments"
     )

@@ -1,4 +1,4 @@
-"""Collectives in the text of a compiled XLA program: kind, number, bytes, and whether a branch holds them."""
+"""Finds the collectives in the text of a compiled XLA program: kind, number, bytes, and branches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Collective:
 
     Args:
         kind: HLO's name of the operation, such as "all-reduce".
-        dtypes: of the tensors that it moves.
-        num_bytes: of the whole tensor: what an all-reduce or reduce-scatter reads, what an all-gather returns.
-        group_size: how many devices exchange.
-        in_branch: whether it runs only if a condition holds.
+        dtypes: the dtypes of its tensors.
+        num_bytes: bytes of the whole tensor: the input of an all-reduce or reduce-scatter, the output of an all-gather.
+        group_size: number of devices that communicate.
+        in_branch: whether it runs only under a condition.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """What each device sends at least: the bound of a ring."""
+        """Bytes that each device sends at least, by the lower bound for a ring."""
         share = (self.group_size - 1) / self.group_size
         if self.kind == "all-reduce":
             return 2 * share * self.num_bytes
@@ -44,11 +44,11 @@ class Collective:
 
 
 def collectives(text: str, num_devices: int) -> list[Collective]:
-    """The collectives of a compiled program.
+    """Returns the collectives of a compiled program.
 
     Args:
-        text: of the optimized HLO module.
-        num_devices: of the program, for collectives that name no groups.
+        text: the text of the optimized HLO module.
+        num_devices: devices of the program, the group size of collectives without groups.
     """
     bodies, entry = _computations(text)
     found: list[Collective] = []
@@ -59,7 +59,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             kind = match and next((k for k in _KINDS if match[2] in (k, f"{k}-start")), None)
             if not match or kind is None:
                 continue
-            # The TPU's compiler repeats one collective in each fusion that a part of it runs along with.
+            # The TPU compiler repeats one collective in each fusion that overlaps with a part of it.
             chain = re.search(r'chain_id="\d+"', line)
             if chain and (kind, chain[0]) in chains:
                 continue
@@ -68,7 +68,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             if match[2].endswith("-start") and kind != "all-reduce":  # operands, then results
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
-            # The TPU's compiler writes a reduce-scatter as a fusion of this name, around an all-reduce.
+            # The TPU compiler represents a reduce-scatter as a fusion of this name, around an all-reduce.
             fused = kind == "all-reduce" and "all-reduce-scatter" in name
             total = sum(num_bytes for _, num_bytes in shapes) * (size if kind == "reduce-scatter" else 1)
             kind = "reduce-scatter" if fused else kind
@@ -91,7 +91,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _reached(bodies: dict[str, list[str]], entry: str) -> Iterator[tuple[str, bool]]:
-    """Each computation that runs, and whether only in a branch."""
+    """Yields each computation that runs, and whether it runs only in a branch."""
     seen: set[tuple[str, bool]] = set()
     waiting = [(entry, False)]
     while waiting:

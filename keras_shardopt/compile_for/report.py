@@ -1,4 +1,4 @@
-"""The report of a compiled step: memory, collectives, and the shortest time that the step can take."""
+"""The report of a compiled step: memory, collectives, and lower bounds of its time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from keras_shardopt.compile_for.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A step as the target's compiler has made it. Bytes and FLOPs are those of one device."""
+    """A step compiled for a target. Bytes and FLOPs are per device."""
 
     target: Target
     collectives: list[Collective]
     weights: int
-    """Bytes of the trainable weights, whole."""
+    """Bytes of the full trainable weights, before sharding."""
     arguments: int
     output: int
     aliased: int
-    """Bytes of the output that take the place of arguments."""
+    """Bytes of the output that reuse the memory of arguments."""
     temporary: int
     flops: float
     bytes_accessed: float | None
-    """None if the compiler does not say."""
+    """None if the compiler does not report it."""
     seconds: float
-    """How long the compiler took."""
+    """Compile time."""
     text: str
     """The optimized program."""
 
@@ -39,12 +39,12 @@ class Compiled:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step, by the bound of a ring."""
+        """Bytes that each device sends in a step, by the lower bound for a ring."""
         return sum(collective.sent_bytes for collective in self.collectives)
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Seconds that a step takes at least, by the part of the device that takes them."""
+        """Minimum seconds of a step, by resource."""
         device = self.target.device
         return {
             "compute": self.flops / device.flops,
@@ -53,11 +53,11 @@ class Compiled:
         }
 
     def predicted(self, kind: str) -> float:
-        """Seconds of communication in the alpha-beta model, by a "ring" or a "tree".
+        """Seconds of communication in the alpha-beta model, for a "ring" or a "tree" algorithm.
 
-        With N devices, latency a, bandwidth B and S bytes a ring all-reduce takes 2(N-1)a + 2(N-1)/N * S/B, a tree
-        2*log2(N)*a + 2*S/B. The other collectives take half. (Thakur, Rabenseifner, Gropp, "Optimization of Collective
-        Communication Operations in MPICH", 2005, sections 4.1 to 4.5.)
+        With N devices, latency a, bandwidth B and S bytes, an all-reduce takes 2(N-1)a + 2(N-1)/N * S/B in a ring and
+        2*log2(N)*a + 2*S/B in a tree. Other collectives take half. (Thakur, Rabenseifner, Gropp, "Optimization of
+        Collective Communication Operations in MPICH", 2005, sections 4.1 to 4.5.)
         """
         latency, bandwidth = self.target.device.latency, self.target.bandwidth
         total = 0.0
@@ -70,7 +70,7 @@ class Compiled:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Returns all figures, for JSON."""
         return {
             "target": self.target.name,
             "num_devices": self.target.num_devices,
@@ -94,7 +94,7 @@ class Compiled:
 
 
 def table(compiled: Compiled) -> str:
-    """The report as text."""
+    """Returns the report as text."""
     memory = compiled.target.device.memory
     bounds = compiled.bounds
     slowest = max(bounds, key=lambda name: bounds[name])
@@ -105,7 +105,7 @@ def table(compiled: Compiled) -> str:
         f"memory of one device   {_mb(compiled.peak)} of {memory / 1e9:.0f} GB ({compiled.peak / memory:.2%})",
         f"  arguments            {_mb(compiled.arguments)}",
         f"  temporary            {_mb(compiled.temporary)}",
-        f"  output               {_mb(compiled.output)}, of which {_mb(compiled.aliased)} in place of arguments",
+        f"  output               {_mb(compiled.output)}, {_mb(compiled.aliased)} of it in the memory of arguments",
         "",
         "collectives            number  bytes each    in a branch",
         *_rows(compiled.collectives),
@@ -114,7 +114,7 @@ def table(compiled: Compiled) -> str:
         f"FLOPs                  {compiled.flops:.3g}",
         f"bytes accessed         {'unknown' if compiled.bytes_accessed is None else _mb(compiled.bytes_accessed)}",
         "",
-        "a step takes at least",
+        "minimum time of a step",
         *(
             f"  {name:20} {seconds * 1e6:10.1f} us{'   <- bound' if name == slowest else ''}"
             for name, seconds in bounds.items()
@@ -124,18 +124,18 @@ def table(compiled: Compiled) -> str:
 
 
 def _rows(collectives: Sequence[Collective]) -> list[str]:
-    alike: dict[tuple[str, float, tuple[str, ...], bool], int] = {}
+    counts: dict[tuple[str, float, tuple[str, ...], bool], int] = {}
     for each in collectives:
         key = (each.kind, each.num_bytes, each.dtypes, each.in_branch)
-        alike[key] = alike.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + 1
     return [
         f"  {kind:20} {number:6}  {_mb(size):12}  {'yes' if in_branch else 'no':3}  {' '.join(dtypes)}"
-        for (kind, size, dtypes, in_branch), number in alike.items()
+        for (kind, size, dtypes, in_branch), number in counts.items()
     ] or ["  none"]
 
 
 def scale_table(everything: Sequence[dict[str, Any]]) -> str:
-    """A row for each target, from `Compiled.as_dict`."""
+    """Returns a table with a row per target, from `Compiled.as_dict`."""
     head = ("target", "devices", "collectives", "sent MB", "compute us", "ring us", "tree us", "ring / compute")
     rows = [head]
     for each in everything:
@@ -156,7 +156,7 @@ def scale_table(everything: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(everything: Sequence[dict[str, Any]], file: str) -> None:
-    """Draws the time of communication against that of compute, by number of devices, from `Compiled.as_dict`."""
+    """Plots the time of communication and of compute by number of devices, from `Compiled.as_dict`."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     each_row = sorted(everything, key=lambda each: each["num_devices"])

@@ -1,11 +1,11 @@
-"""Devices that a step can be compiled for, with the public figures of each.
+"""Devices that a step can be compiled for, with their published figures.
 
-Figures were read on 2026-11-25 in the vendors' pages:
+The figures were read on 2026-11-25:
     TPU: https://docs.cloud.google.com/tpu/docs/v5e, /v5p, /v6e, /v4 ("Peak compute per chip (bf16)", "HBM capacity",
-        "HBM bandwidth", "Bidirectional inter-chip interconnect bandwidth", of which one direction is half).
+        "HBM bandwidth", and half of "Bidirectional inter-chip interconnect bandwidth").
     GPU: NVIDIA's data sheets of H100 SXM, H200 and A100 80GB SXM (dense bfloat16, HBM, NVLink in both directions).
         Machines of 8 GPUs have one 400 Gb/s network port per GPU (DGX H100, H200), 200 Gb/s for A100.
-What a compiler must know of a GPU is `GpuTargetConfigProto` of OpenXLA; values from the same data sheets and from
+The compiler needs a GPU as a `GpuTargetConfigProto` of OpenXLA. The values are from the same data sheets and from
 `xla/backends/gpu/target_config/specs` in github.com/openxla/xla.
 """
 
@@ -23,7 +23,7 @@ class Device:
     """JAX's name of the platform: "tpu" or "cuda"."""
 
     flops: float
-    """Peak of dense bfloat16 products, per second."""
+    """Peak bfloat16 FLOPs per second, for dense matrices."""
 
     memory: float
     """Bytes of device memory."""
@@ -38,10 +38,10 @@ class Device:
     """Bytes per second between machines of 8 GPUs; None if the links reach all devices."""
 
     latency: float = 1e-6
-    """Seconds that one message takes, an assumption of the alpha-beta model."""
+    """Seconds per message, an assumption of the alpha-beta model."""
 
     gpu_config: str = ""
-    """The GPU as XLA's compiler needs it, in protobuf text format."""
+    """The description of the GPU for XLA's compiler, in protobuf text format."""
 
 
 _GPU = """gpu_device_info {{
@@ -86,13 +86,13 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices that a job runs on.
+    """The devices that a job runs on.
 
     Args:
-        name: as the user wrote it, such as "h100:8" or "tpu:v5e:2x4".
-        device: one of them.
-        topology: for TPU the name of the slice, such as "v5e:2x4"; for GPU "1xMACHINESx8".
-        num_devices: how many there are.
+        name: the user's spelling, such as "h100:8" or "tpu:v5e:2x4".
+        device: the kind of device.
+        topology: on TPU the name of the slice, such as "v5e:2x4"; on GPU "1xMACHINESx8".
+        num_devices: number of devices.
     """
 
     name: str
@@ -102,16 +102,16 @@ class Target:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that one device sends in a collective over all of them."""
+        """Bytes per second that one device sends in a collective of all devices."""
         slow = self.device.network_bandwidth
         return slow if slow is not None and self.num_devices > 8 else self.device.link_bandwidth
 
 
 def parse(name: str) -> Target:
-    """The target that a name stands for.
+    """Returns the target with this name.
 
     Raises:
-        ValueError: if there is no such target.
+        ValueError: if the name is invalid.
     """
     kind, _, shape = name.rpartition(":")
     device = DEVICES.get(kind)

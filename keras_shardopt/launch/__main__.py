@@ -1,4 +1,4 @@
-"""`python -m keras_shardopt.launch --nproc 2 train.py`: starts what the Keras backend needs for several processes."""
+"""`python -m keras_shardopt.launch --nproc 2 train.py`: starts a program in several processes on any backend."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from keras_shardopt.backends import for_backend, jobs
 from keras_shardopt.launch.job import Job, JobError
 from keras_shardopt.launch.supervisor import Stopped
 
-# By backend, what starts its processes: torchrun on PyTorch.
+# By backend, the module that starts processes.
 _STARTERS = {name: f"keras_shardopt.launch.{name}" for name in ("tensorflow", "jax", "torch")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the processes of this machine, and again where that is asked for. Returns the exit status."""
+    """Starts the processes of this machine, and restarts them up to `--max-restarts` times. Returns the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
@@ -51,17 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _job(given: argparse.Namespace) -> tuple[int, Job]:
-    """The least number of processes to go on with, and what is started at first."""
+    """Returns the minimum number of processes, and the first job."""
     least, _, most = given.nproc.rpartition(":")
     if not all(number.isdecimal() for number in (least or most, most)) or int(least or most) > int(most):
-        raise JobError(
-            f"`--nproc` must be a number, or two as in 2:3: the least and the most. Received: {given.nproc!r}."
-        )
+        raise JobError(f"`--nproc` must be a number, or a minimum and a maximum as in 2:3. Received: {given.nproc!r}.")
     if least and given.nnodes > 1:
         raise JobError(
-            "With several machines each must start as many processes as the others. Received: "
-            f"--nproc {given.nproc} with --nnodes {given.nnodes}. Use one number; on PyTorch `torchrun --nnodes 1:2` "
-            "goes on without a machine."
+            "With several machines, `--nproc` must be one number, the same on all. Received: "
+            f"--nproc {given.nproc} with --nnodes {given.nnodes}. Use one number. On PyTorch, `torchrun --nnodes 1:2` "
+            "continues after the loss of a machine."
         )
     job = Job(
         program=["-m", *given.module] if given.module else given.program[given.program[:1] == ["--"] :],
@@ -77,7 +75,7 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False,  # of the program's own arguments
+        allow_abbrev=False,  # for the program's own arguments
         prog="python -m keras_shardopt.launch",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_DESCRIPTION,
@@ -87,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nproc",
         default="1",
         metavar="N",
-        help="The number of processes on this machine (default: 1). 2:3 starts 3, and 2 after a failure.",
+        help="The number of processes on this machine (default: 1). 2:3 starts 3, and restarts with 2 after a failure.",
     )
     parser.add_argument(
         "--devices-per-process",
@@ -101,29 +99,29 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="How many times the job is started again after a process has failed (default: 0).",
+        help="The maximum number of restarts after a process failed (default: 0).",
     )
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="The number of machines (default: 1).")
     parser.add_argument(
-        "--node-rank", type=int, default=0, metavar="I", help="The number of this machine, from 0 (default: 0)."
+        "--node-rank", type=int, default=0, metavar="I", help="The index of this machine, from 0 (default: 0)."
     )
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="With several machines: an address of machine 0 and a free port there, equal on all machines.",
+        help="With several machines: an address of machine 0 and a free port there, the same on all machines.",
     )
     parser.add_argument(
         "--hosts",
         default="",
         metavar="HOST,...",
-        help="TensorFlow with several machines: the addresses of all machines, in their order.",
+        help="TensorFlow with several machines: the addresses of all machines, ordered by --node-rank.",
     )
     parser.add_argument(
         "-m",
         nargs=argparse.REMAINDER,
         dest="module",
         metavar="MODULE ...",
-        help="A module to run in place of a file, and its arguments.",
+        help="A module to run instead of a file, and its arguments.",
     )
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="train.py ...", help="The program to run, and its arguments."
@@ -132,24 +130,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _DESCRIPTION = """\
-Starts a training program in several processes, which train one model together.
+Starts a training program in several processes that train one model together.
 
-The Keras backend (KERAS_BACKEND) decides how they find each other; `keras_shardopt.data_parallel()` in the program
-connects them. Each line that a process prints has the number of the process in front."""
+The launcher uses the Keras backend of KERAS_BACKEND. `keras_shardopt.data_parallel()` in the program connects the
+processes. Each printed line begins with the number of its process."""
 
 _EXAMPLES = """\
 examples:
   # two processes on this machine
   KERAS_BACKEND=torch python -m keras_shardopt.launch --nproc 2 train.py --epochs 3
 
-  # three processes; up to two restarts after a failure, with two processes at least
+  # three processes; up to two restarts after a failure, with at least two processes
   python -m keras_shardopt.launch --nproc 2:3 --max-restarts 2 train.py
 
   # two machines with eight processes each; on the second machine with --node-rank 1
   python -m keras_shardopt.launch --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:29500 --nproc 8 train.py
 
-The exit status is 0 if all processes end well. It is the status of the first process that failed, or 128 plus the
-number of the signal that ended it or the launcher."""
+The exit status is 0 if all processes succeed. Otherwise it is the status of the first process that failed, or 128 plus
+the number of the signal that ended it or the launcher."""
 
 
 if __name__ == "__main__":

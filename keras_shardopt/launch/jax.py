@@ -1,4 +1,4 @@
-"""Processes of JAX: a coordinator in process 0, whose address `data_parallel` and `keras.distribution` read."""
+"""JAX processes: process 0 has the coordinator; `data_parallel` and `keras.distribution` read its address."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from keras_shardopt.launch.supervisor import supervise
 
 
 def start(job: Job) -> int:
-    """Runs the job's processes of this machine to their end. Returns the exit status."""
+    """Runs this machine's processes of the job. Returns the exit status."""
     found = environments(job)
-    # Its own last words name the task that is missing, or no more than a service.
+    # JAX's message on an abort names at most the missing task, not the cause.
     coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
-    advice = f" JAX aborts where process 0 ({coordinator}) does not answer, or misses another." if coordinator else ""
+    advice = f" JAX aborts if process 0 ({coordinator}) does not answer or another is missing." if coordinator else ""
     return supervise(job, found, advice)
 
 
 def environments(job: Job) -> list[dict[str, str]]:
-    """The variables that each process has in addition to this one's."""
+    """Returns the additional environment variables of each process."""
     gpus = visible_gpus(job)
     common = {"KERAS_BACKEND": "jax"}
     if job.num_processes > 1:
@@ -33,7 +33,7 @@ def environments(job: Job) -> list[dict[str, str]]:
         {
             **common,
             **({"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)} if job.num_processes > 1 else {}),
-            **({} if mine is None else {"CUDA_VISIBLE_DEVICES": mine}),
+            **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}),
         }
-        for rank, mine in zip(job.ranks, gpus)
+        for rank, devices in zip(job.ranks, gpus)
     ]

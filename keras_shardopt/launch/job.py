@@ -1,4 +1,4 @@
-"""What is started: how many processes, on which machine of how many, and what each of them sees."""
+"""The description of a job: program, number of processes, machines, and devices of each process."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from collections.abc import Sequence
 
 
 class JobError(ValueError):
-    """Arguments that cannot be started, in words for the command line."""
+    """Invalid arguments of the command line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The processes that this machine starts of a program."""
+    """This machine's processes of a program."""
 
     program: Sequence[str]
     """The script and its arguments; or "-m", a module and its arguments."""
 
     nproc: int
-    """How many processes each machine starts."""
+    """Number of processes per machine."""
 
     devices_per_process: int | None = None
     nnodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None
-    """Host and port at which the processes of all machines find each other; on machine 0."""
+    """Host and port of machine 0, for the connection between all processes."""
 
     hosts: Sequence[str] = ()
-    """The addresses of all machines, in their order."""
+    """The addresses of all machines, ordered by `node_rank`."""
 
     @property
     def num_processes(self) -> int:
-        """Those of all machines."""
+        """Number of processes on all machines."""
         return self.nnodes * self.nproc
 
     @property
@@ -48,11 +48,11 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """What each process runs."""
+        """The command of each process."""
         return [sys.executable, "-u", *self.program]
 
     def check(self) -> None:
-        """Raises JobError where the arguments do not go together."""
+        """Raises JobError if the arguments are invalid or contradict each other."""
         for name, value in (("nproc", self.nproc), ("nnodes", self.nnodes)):
             if value < 1:
                 raise JobError(f"`--{name}` must be at least 1. Received: {value}.")
@@ -60,27 +60,25 @@ class Job:
             raise JobError(f"`--devices-per-process` must be at least 1. Received: {self.devices_per_process}.")
         if not 0 <= self.node_rank < self.nnodes:
             raise JobError(
-                f"`--node-rank` must be the number of this machine, from 0 to {self.nnodes - 1}. "
+                f"`--node-rank` must be the index of this machine, from 0 to {self.nnodes - 1}. "
                 f"Received: {self.node_rank}, with --nnodes {self.nnodes}."
             )
         if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator or ""):
             raise JobError(
-                "Several machines need `--coordinator HOST:PORT`, equal on all of them: an address of machine 0 and a "
-                f"port that is free there. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
+                "Several machines need `--coordinator HOST:PORT`, the same on all of them: an address of machine 0 "
+                f"and a free port there. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
             )
         if not self.program:
-            raise JobError(
-                "A program must be named. Received: none. Write it behind the options: `--nproc 2 train.py`."
-            )
+            raise JobError("The program is missing. Received: none. Put it after the options: `--nproc 2 train.py`.")
         if self.program[0] != "-m" and not pathlib.Path(self.program[0]).is_file():
             raise JobError(f"The program must be a file, or a module after -m. Received: {self.program[0]!r}.")
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on now.
+    """Returns free ports.
 
-    Not those that the system gives to whoever asks for any: between here and the moment in which a process of the job
-    listens, some other connection could get it.
+    They are outside the range that the system assigns to other connections, so they stay free until a
+    process of the job listens.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
@@ -96,15 +94,15 @@ def free_ports(number: int) -> list[int]:
 
 
 def visible_gpus(job: Job) -> list[str | None]:
-    """For each process that this machine starts, the GPUs that it sees, as CUDA_VISIBLE_DEVICES; None: as it is.
+    """Returns CUDA_VISIBLE_DEVICES for each process of this machine; None: unchanged.
 
     Raises:
-        JobError: if there are too few.
+        JobError: if the machine has too few GPUs.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     files = sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))
     all_gpus = [str(number) for number in files]
-    if given is not None:  # where CUDA ends at the first that is none, as -1
+    if given is not None:  # CUDA ignores the rest of the list from the first invalid entry on, such as -1
         all_gpus = list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc

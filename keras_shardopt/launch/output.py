@@ -1,4 +1,4 @@
-"""What the processes of a job print: prefixes, progress bars, and the exception that ended a process."""
+"""Output of a job's processes: prefixes, progress bars, and the exception that ended a process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import IO
 
 
 class Output:
-    """Copies what the processes print to this process' streams, with a prefix on each line.
+    """Copies the output of processes to the streams of this process, with a prefix on each line.
 
-    A progress bar starts its line over with a carriage return. On a terminal, the bar of the first process moves. In a
-    file, and for the other processes, the line is printed once, when it ends.
+    A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process moves. In a
+    file, and for other processes, only the final line is printed.
     """
 
     def __init__(self, first: int) -> None:
@@ -27,10 +27,10 @@ class Output:
         self._bar = ""  # the last line of the terminal
         self._readers: list[threading.Thread] = []
         self.raised: dict[int, tuple[float, str]] = {}
-        """By process, when its last traceback was printed, and the last line of that."""
+        """By process, the time and the last line of its last traceback."""
 
     def copy(self, process: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
-        """Begins to copy what a process prints."""
+        """Begins to copy the output of a process."""
         for stream, out in ((stdout, sys.stdout), (stderr, sys.stderr)):
             reader = threading.Thread(target=self._copy, args=(process, stream, out), daemon=True)
             reader.start()
@@ -41,7 +41,7 @@ class Output:
         self._write([f"keras_shardopt.launch: {words}"], sys.stderr)
 
     def join(self) -> None:
-        """Waits until all is copied, but not for processes that their processes have left behind."""
+        """Waits for the remaining output, but not for orphaned grandchild processes that keep a stream open."""
         for reader in self._readers:
             reader.join(1.0)
 
@@ -58,7 +58,7 @@ class Output:
                     if (error := tracebacks.error_of(line)) is not None:
                         self.raised[process] = time.monotonic(), error
                 bar = ""
-                if "\r" in rest:  # of what was started over, nothing is kept
+                if "\r" in rest:  # discards text before the last carriage return
                     bar = prefix + _shown(rest)
                     rest = "\r" + _shown(rest)
                 self._write([prefix + _shown(line) for line in lines], out, bar, shows_bars)
@@ -73,33 +73,33 @@ class Output:
             out.write("".join(f"{line}\n" for line in lines))
             out.flush()
             if self._bar and (lines or self._bar != before):
-                self._terminal.write(f"\x1b[?7l{self._bar}\x1b[?7h")  # without a second line, which \r would not clear
+                self._terminal.write(f"\x1b[?7l{self._bar}\x1b[?7h")  # no line wrap: \r clears only one line
                 self._terminal.flush()
 
 
 def _shown(line: str) -> str:
-    """The part of a line after its last carriage return, which is all that a terminal shows."""
+    """Returns the part of a line after its last carriage return, as a terminal shows it."""
     parts = [part.rstrip("\b") for part in line.split("\r")]
     return next((part for part in reversed(parts) if part.strip()), parts[-1])
 
 
 _RANK = re.compile(r"^\[rank\d+\]: ")
-"""PyTorch puts this in front of each line of a traceback."""
+"""PyTorch's prefix of each line of a traceback."""
 
 
 class _Tracebacks:
-    """Finds uncaught errors in the lines that a program prints."""
+    """Finds uncaught errors in the output of a program."""
 
     def __init__(self) -> None:
         self._is_inside = False
         self._before = ""
 
     def error_of(self, line: str) -> str | None:
-        """The line itself if it is the end of a traceback, the error; else None."""
+        """Returns the line if it ends a traceback; otherwise None."""
         line = _RANK.sub("", line.rstrip("\r"))
         found = self._is_inside and line[:1].isidentifier()  # carets may come without their indentation
         if line == "Traceback (most recent call last):":
-            # Not those of threads and of `__del__`, which end no process.
+            # Tracebacks of threads and of `__del__` do not end the process.
             self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))
             found = False
         elif found:

@@ -1,4 +1,4 @@
-"""Runs processes side by side: forwards signals, and ends all when one fails."""
+"""Runs processes in parallel, forwards signals, and ends all processes if one fails."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from keras_shardopt.launch.job import Job
 from keras_shardopt.launch.output import Output
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""The signals by which people, schedulers and terminals end a program. The processes do not get a terminal's."""
+"""Signals that users, schedulers and terminals send to end a program. Processes do not receive a terminal's."""
 
 _SECONDS_TO_FAIL = 5.0
-"""How long the others have to say what they miss of one that failed before they are ended, and then before a kill."""
+"""Time for other processes to report the failure of one before SIGTERM, and again before SIGKILL."""
 
 _SECONDS_TO_END = 15.0
-"""How long a process has to end after a signal that is handed on, before it is killed."""
+"""Time for a process to end after a forwarded signal, before it is killed."""
 
 
 class Stopped(Exception):
-    """The launcher received the signal `number`, and has ended the job."""
+    """The launcher received the signal `number`, and ended the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -32,25 +32,25 @@ class Stopped(Exception):
 
 
 def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: str = "") -> int:
-    """Runs the job's command once for each of these environments.
+    """Runs the job's command once per environment.
 
     Args:
-        job: what is started.
-        environments: of each process, the variables that it has in addition to this one's.
-        about_aborts: what is said of a process that has aborted itself.
+        job: the job to run.
+        environments: the additional environment variables of each process.
+        about_aborts: an explanation to print if a process aborts (SIGABRT).
 
     Returns:
-        0 if all end well, else the exit status of the first that failed: 128 and the number of a signal that ended it.
+        0 if all succeed; otherwise the exit status of the first that failed, or 128 plus the number of its signal.
 
     Raises:
-        Stopped: if this process received a signal of `ENDING`, after all have ended.
+        Stopped: if this process received a signal of `ENDING`; all processes have then ended.
     """
     output = Output(job.ranks[0])
     with _forwarded_signals() as received:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in zip(job.ranks, environments):
-                # In a session of its own: Ctrl-C in a terminal reaches only this process, which forwards it once.
+                # In a separate session: Ctrl-C in a terminal reaches only this process, and it forwards it once.
                 process = subprocess.Popen(
                     job.command,
                     env={**os.environ, **environment},
@@ -63,7 +63,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
             failed = _wait(job, processes, received, output)
         finally:
             for process in processes:
-                _signal(process, signal.SIGKILL)  # with what it has started
+                _signal(process, signal.SIGKILL)  # and its child processes
                 process.wait()
             output.join()
         if received:
@@ -81,22 +81,22 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
 def _wait(
     job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output
 ) -> int | None:
-    """Waits until all have ended, and ends them if one fails. Returns the index of the first that failed."""
+    """Waits until all processes end; ends them if one fails. Returns the index of the first that failed, or None."""
     failed: int | None = None
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
     while True:
         statuses = [process.poll() for process in processes]
         if failed is None and not received:
-            # Of several that have ended since the last look, the first that raised.
+            # If several ended since the last poll, the first that raised an error.
             ended = [i for i, status in enumerate(statuses) if status]
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
                 limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
-                output.say(f"process {job.ranks[failed]} failed; the others are ended after {_SECONDS_TO_FAIL:g} s.")
+                output.say(f"process {job.ranks[failed]} failed; other processes end after {_SECONDS_TO_FAIL:g} s.")
         if None not in statuses:
             return failed
         if len(received) > num_sent:
-            number = received[0] if num_sent == 0 else signal.SIGKILL  # who asks twice waits no longer
+            number = received[0] if num_sent == 0 else signal.SIGKILL  # a second signal kills at once
             limit, then, num_sent = time.monotonic() + _SECONDS_TO_END, signal.SIGKILL, len(received)
             _signal_all(processes, number)
         elif time.monotonic() > limit:
@@ -109,11 +109,11 @@ _NEVER = (float("inf"), "")
 
 
 def _ending(returncode: int, raised: tuple[float, str] | None) -> tuple[str, int]:
-    """How a process ended, in words, and the exit status that says so."""
+    """Returns a description of how a process ended, and the exit status."""
     if returncode < 0:
         name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
         return f"was ended by {name}", 128 - returncode
-    if raised is not None and returncode == 1:  # the status of an error that is not caught
+    if raised is not None and returncode == 1:  # Python's status after an uncaught error
         return f"raised {raised[1][:_MOST_LETTERS].rstrip('.')}", returncode
     return "failed", returncode
 
@@ -123,15 +123,15 @@ _MOST_LETTERS = 300
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """A block in which the signals that end a program are noted in a list; not one that is ignored, as with nohup."""
+    """Collects signals that would end this program in a list during the block; not ignored ones, as with nohup."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         del frame
         received.append(number)
 
-    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    caught = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in caught}
     try:
         yield received
     finally:

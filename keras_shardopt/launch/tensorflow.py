@@ -1,4 +1,4 @@
-"""Workers of TensorFlow: `TF_CONFIG`, from which `data_parallel` makes a `MultiWorkerMirroredStrategy`."""
+"""TensorFlow workers: sets `TF_CONFIG`; `data_parallel` then creates a `MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from keras_shardopt.launch.job import Job, JobError, free_ports, visible_gpus
 from keras_shardopt.launch.supervisor import supervise
 
 DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
-"""The variable that says how many CPU devices a process has; TensorFlow has none for that."""
+"""The environment variable for the number of CPU devices of a process. TensorFlow has no variable for it."""
 
 
 def start(job: Job) -> int:
-    """Runs the job's processes of this machine to their end. Returns the exit status."""
+    """Runs this machine's processes of the job. Returns the exit status."""
     return supervise(job, environments(job))
 
 
 def environments(job: Job) -> list[dict[str, str]]:
-    """The variables that each process has in addition to this one's."""
+    """Returns the additional environment variables of each process."""
     gpus = visible_gpus(job)
     common = {"KERAS_BACKEND": "tensorflow"}
     if job.devices_per_process is not None:
         common[DEVICES] = str(job.devices_per_process)
     workers = _addresses(job) if job.num_processes > 1 else []
     found = []
-    for rank, mine in zip(job.ranks, gpus):
+    for rank, devices in zip(job.ranks, gpus):
         each = dict(common)
         if workers:
             each["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
-        if mine is not None:
-            each["CUDA_VISIBLE_DEVICES"] = mine
+        if devices is not None:
+            each["CUDA_VISIBLE_DEVICES"] = devices
         found.append(each)
     return found
 
 
 def _addresses(job: Job) -> list[str]:
-    """Of all workers: each listens at a port of its own."""
+    """Returns the addresses of all workers, each with its own port."""
     if job.nnodes == 1:
         return [f"127.0.0.1:{port}" for port in free_ports(job.nproc)]
     if len(job.hosts) != job.nnodes:
         raise JobError(
-            "On TensorFlow each worker must know the address of every other: `--hosts HOST,HOST,...`, the machines in "
-            f"their order, equal on all. Received: {len(job.hosts)} hosts, with --nnodes {job.nnodes}."
+            "On TensorFlow each worker needs the addresses of all machines: `--hosts HOST,HOST,...`, ordered by "
+            f"--node-rank, the same on all. Received: {len(job.hosts)} hosts, with --nnodes {job.nnodes}."
         )
     first = int(str(job.coordinator).rpartition(":")[2])
     return [f"{host}:{first + i}" for host in job.hosts for i in range(job.nproc)]

@@ -1,1 +1,1 @@
-"""JAX: the step is exported, and XLA's compilers for TPU and GPU compile it without the device."""
+"""JAX exports the step, and XLA's compilers for TPU and GPU compile it without the device."""

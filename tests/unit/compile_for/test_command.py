@@ -88,7 +88,7 @@ model.{call}(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0)
 )
 def test_a_program_that_never_makes_a_step_is_told_how(text, program, capsys):
     message = said(capsys, "h100:2", program(text))
-    assert "must make a compiled training step. Received: none. Call `model.fit` or `train_on_batch`" in message
+    assert "must run a compiled training step. Received: none. Call `model.fit` or `train_on_batch`" in message
 
 
 @pytest.mark.backends("jax")

@@ -56,7 +56,7 @@ def test_one_that_fails_ends_all_and_its_status_is_that_of_the_job(tmp_path, mon
     )
     assert supervisor.supervise(made(tmp_path, text), numbered(2)) == 7
     assert capfd.readouterr().err.splitlines() == [
-        "keras_shardopt.launch: process 1 failed; the others are ended after 0.2 s.",
+        "keras_shardopt.launch: process 1 failed; other processes end after 0.2 s.",
         "keras_shardopt.launch: process 1 failed. Exit status: 7.",
     ]
 
@@ -285,7 +285,7 @@ def test_a_coordinator_whose_port_is_taken_is_an_error(tmp_path):
         taken.bind(("", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(job.JobError, match=f"a port that is free. Received: {address}"):
+        with pytest.raises(job.JobError, match=f"a free port. Received: {address}"):
             torch.start(made(tmp_path, "", nnodes=2, coordinator=address))
 
 
@@ -307,13 +307,13 @@ def test_ports_are_free_and_differ():
     "arguments, words",
     [
         (["--nproc", "two", __file__], "`--nproc` must be a number"),
-        (["--nproc", "3:2", __file__], "`--nproc` must be a number, or two"),
+        (["--nproc", "3:2", __file__], "`--nproc` must be a number, or a minimum"),
         (["--nproc", "0", __file__], "`--nproc` must be at least 1"),
-        (["--nproc", "2"], "A program must be named"),
+        (["--nproc", "2"], "The program is missing"),
         (["nothing.py"], "The program must be a file"),
         (["--nnodes", "2", __file__], "need `--coordinator HOST:PORT`"),
         (["--nnodes", "2", "--node-rank", "2", "--coordinator", "a:1", __file__], "from 0 to 1. Received: 2"),
-        (["--nproc", "1:2", "--nnodes", "2", "--coordinator", "a:1", __file__], "as many processes as the others"),
+        (["--nproc", "1:2", "--nnodes", "2", "--coordinator", "a:1", __file__], "must be one number, the same on all"),
         (["--devices-per-process", "0", __file__], "`--devices-per-process` must be at least 1"),
     ],
 )
