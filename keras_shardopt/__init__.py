@@ -1,9 +1,9 @@
 """Data-parallel training for Keras 3 with the same result on TensorFlow, JAX and PyTorch.
 
-Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
-`LARC`, `VariableClipping`, `Tower`. Around `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`,
-`save_weights`, `synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. All at once:
-`build_optimizer`, `optimize_loss`.
+Optimizers: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`, `LARC`,
+`VariableClipping`, `Tower`. For `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`, `save_weights`,
+`synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. All in one call: `build_optimizer`,
+`optimize_loss`.
 """
 
 try:
@@ -12,8 +12,8 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("tensorflow", "jax", "torch"):
         raise
     raise ModuleNotFoundError(
-        f"Keras needs the framework that it runs on, and `{error.name}` is not installed. "
-        "Run `pip install jax`, `tensorflow` or `torch`, and name it in the environment: `KERAS_BACKEND=jax`.",
+        f"Keras needs a framework as its backend, and `{error.name}` is not installed. "
+        "Run `pip install jax` (or `tensorflow`, `torch`), and set the environment variable: `KERAS_BACKEND=jax`.",
         name=error.name,
     ) from None
 else:

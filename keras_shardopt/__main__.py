@@ -15,7 +15,7 @@ _PACKAGES = ("keras", "numpy", "tensorflow", "tensorflow-cpu", "jax", "jaxlib", 
 
 
 def report() -> str:
-    """What a bug report needs to say about this machine, a line each."""
+    """Returns a description of this machine for bug reports, one line per fact."""
     versions = {}
     for name in _PACKAGES:
         try:

@@ -1,7 +1,7 @@
 """Checks of constructor arguments: numbers in a range, flags, choices, lists.
 
-Each function returns the argument as a Python number, which is what configs hold, or raises with the rule, the
-value and what to do.
+Each function returns the argument as a JSON-serializable Python value, for configs. Its error states the rule, the
+value, and the fix.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Number = int | float
 
 
 def number(name: str, value: Any, at_least: float | None = None, above: float | None = None, fix: str = "") -> float:
-    """A finite float, `at_least` or `above` a bound."""
+    """Returns a finite float, with a lower bound `at_least` (inclusive) or `above` (exclusive)."""
     _check_type(name, value, fix)
     rule = f"`{name}` must be a finite number"
     if at_least is not None:
         rule += f", at least {at_least:g}"
     if above is not None:
         rule += f", greater than {above:g}"
-    # Written so that a NaN fails every comparison.
+    # A NaN fails every comparison.
     in_range = (at_least is None or value >= at_least) and (above is None or value > above)
     if not (is_finite(value) and in_range):
         raise ValueError(_message(rule, name, value, fix))
@@ -31,7 +31,7 @@ def number(name: str, value: Any, at_least: float | None = None, above: float | 
 
 
 def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
-    """An int of at least `at_least`. Whole floats such as 5e3 are taken as ints."""
+    """Returns an int >= `at_least`. Accepts whole floats such as 5e3."""
     _check_type(name, value, fix)
     if not (is_finite(value) and value == int(value) and value >= at_least):
         raise ValueError(_message(f"`{name}` must be a whole number, at least {at_least}", name, value, fix))
@@ -39,13 +39,13 @@ def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
 
 
 def duration(name: str, value: Any) -> Number:
-    """A number of updates that may have a fraction: at least 1, an int if it is whole."""
+    """Returns a number of updates >= 1, possibly a fraction; an int if it is whole."""
     length = number(name, value, at_least=1, fix="Give the number of updates that the decay takes.")
     return int(value) if length == int(length) else length
 
 
 def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int]:
-    """A list of `at_least` so many ints of at least 0 that do not decrease."""
+    """Returns a list of at least `at_least` ints >= 0 that do not decrease."""
     whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
     if whole != sorted(whole):
         raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort them."))
@@ -53,7 +53,7 @@ def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int
 
 
 def sequence(name: str, values: Any, at_least: int = 1) -> list[Any]:
-    """A list of `at_least` so many items."""
+    """Returns a list of at least `at_least` items."""
     listed = isinstance(values, Sequence) or (hasattr(values, "tolist") and len(getattr(values, "shape", ())) > 0)
     if isinstance(values, (str, bytes)) or not listed:
         raise TypeError(_message(f"`{name}` must be a list", name, values))
@@ -73,7 +73,7 @@ def real(
     finite: bool = True,
     fix: str = "",
 ) -> float:
-    """A float of an optimizer: as `number`, with an upper bound, and infinite where that has a meaning."""
+    """Returns a float of an optimizer. Unlike `number`, with an upper bound, and infinite with `finite=False`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         kind = f" (of type {type(value).__name__})"
         raise TypeError(_message(f"`{name}` must be a float", name, value, fix, kind))
@@ -84,8 +84,8 @@ def real(
         and (below is None or number < below)
         and number == number
     )
-    infinite = not finite and value in (math.inf, -math.inf)
-    if not in_range or not (is_finite(value) or infinite):
+    is_infinite = not finite and value in (math.inf, -math.inf)
+    if not in_range or not (is_finite(value) or is_infinite):
         bounds = [
             f"{sign} {bound:g}" for sign, bound in ((">=", at_least), (">", above), ("<", below)) if bound is not None
         ]
@@ -95,7 +95,7 @@ def real(
 
 
 def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:
-    """An int of at least `at_least`, of which there can be as many in a computer; no whole floats, and no bools."""
+    """Returns an int >= `at_least` and below 2**63. Rejects whole floats and bools."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -108,14 +108,14 @@ def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool."""
+    """Returns a bool."""
     if not isinstance(value, bool):
         raise TypeError(_message(f"`{name}` must be a bool", name, value))
     return value
 
 
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
-    """One of some words."""
+    """Returns one of the given words."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(
             _message(f"`{name}` must be {' or '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}", name, value)
@@ -124,22 +124,22 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
 
 
 def with_article(name: Any) -> str:
-    """A name with its article, for messages: "a float", "an int"; of an object, that of its type."""
+    """Returns a name with its article, for messages: "a float", "an int". For an object, the name of its type."""
     word = name if isinstance(name, str) else type(name).__name__
     vowel = word.lower().startswith(("a", "e", "i", "o", "u")) and not word.lower().startswith(("uint", "uni", "use"))
     return f"{'an' if vowel else 'a'} {word}"
 
 
 def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:
-    """The first of many names, for messages, and how many more there are."""
+    """Returns the first of many names, for messages, and the number of other names."""
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Whether the value is in the range of a float, and not infinite or NaN."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
+    except OverflowError:  # an int larger than all floats
         return False
 
 
@@ -151,6 +151,6 @@ def _check_type(name: str, value: Any, fix: str) -> None:
 def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") -> str:
     try:
         received = repr(value)
-    except Exception:  # an object of the user's that cannot show itself, or an int of too many digits
+    except Exception:  # an object with a failing `__repr__`, or an int with too many digits
         received = with_article(value)
     return f"{rule}. Received: {name}={received}{kind}{'. ' + fix if fix else ''}"

@@ -1,6 +1,6 @@
-"""What tensors, variables and gradients are, and arithmetic that is the same on every backend.
+"""Types of tensors, variables and gradients, and arithmetic with the same results on every backend.
 
-Gradients may be None, sparse, or of half precision.
+Gradients may be None, sparse, or in half precision.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import keras
 from keras import ops
 
 Tensor = Any
-"""A tensor of whichever framework runs Keras (on TensorFlow also `tf.IndexedSlices`)."""
+"""A tensor of the active backend (on TensorFlow also `tf.IndexedSlices`)."""
 
 Variable = Any
 """A `keras.Variable`, or on TensorFlow the `tf.Variable` inside it."""
 
 
 class Optimizer(Protocol):
-    """A `keras.optimizers.Optimizer`. Keras has no types, so these are the members that this package uses."""
+    """The members of `keras.optimizers.Optimizer` that this package uses. Keras has no type annotations."""
 
     name: str
     built: bool
@@ -44,40 +44,40 @@ Gradients = Sequence[Any]
 """One `Tensor` or `None` per variable."""
 
 ReduceOp = Literal["sum", "mean", "max"]
-"""What a reduction over replicas computes, element by element."""
+"""The element-wise operation of a reduction over replicas."""
 
 UNKNOWN = -1
-"""Stands for a replica or variable that nobody can name."""
+"""An unknown replica or variable."""
 
 ALL_FINITE = (0, UNKNOWN, UNKNOWN)
-"""Stands for `Step.found_inf` where it is known that nothing is to be done."""
+"""The value of `Step.found_inf` if all gradients are finite."""
 
 Groups = Sequence[Sequence[int]]
-"""Disjoint, equally large, ascending lists of replica ids that together name every replica once."""
+"""Disjoint, sorted lists of replica ids, of equal length, that contain each replica once."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 """Any function."""
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether the gradient lists some rows (`tf.IndexedSlices`, a row perhaps twice) instead of holding all."""
+    """Whether the gradient is a `tf.IndexedSlices`: some rows, perhaps with repeated indices, instead of all."""
     return hasattr(grad, "dense_shape") and hasattr(grad, "indices")
 
 
 def dense(grad: Tensor, variable: Variable) -> Tensor:
-    """The gradient with all rows of its variable; those that a sparse one lists more than once are summed."""
+    """Returns the gradient with all rows of its variable; rows of a sparse one with the same index are summed."""
     return ops.segment_sum(grad.values, grad.indices, variable.shape[0]) if is_sparse(grad) else grad
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """The elements of a gradient, or of the listed rows of a sparse one."""
+    """Returns the elements of a gradient, or of the rows of a sparse one."""
     if is_sparse(grad):
         return grad.values
     return grad if ops.is_tensor(grad) else ops.convert_to_tensor(grad)
 
 
 def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-    """`function` of a gradient, or of the listed rows of a sparse one."""
+    """Applies `function` to a gradient, or to the rows of a sparse one."""
     if is_sparse(grad):
         return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
     return function(grad)
@@ -87,7 +87,7 @@ LARGEST_FLOAT16 = 65504.0
 
 
 def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
-    """The sum of two gradients of a variable; sparse ones are joined, so that rows may be listed several times."""
+    """Returns the sum of two gradients of a variable. Sparse ones are concatenated, and may then repeat indices."""
     if is_sparse(first) and is_sparse(second):
         values = ops.concatenate([first.values, second.values], axis=0)
         indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
@@ -96,7 +96,7 @@ def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
 
 
 def dtype_of(value: Any) -> str:
-    """The name of the dtype of a tensor or variable."""
+    """Returns the name of the dtype of a tensor or variable."""
     dtype = value.dtype
     name = _NAMES.get(dtype)
     if name is None:
@@ -105,66 +105,66 @@ def dtype_of(value: Any) -> str:
 
 
 _NAMES: dict[Any, str] = {}
-"""Of dtypes. Keras takes longer to find them than small tensors take to be added."""
+"""A cache, because Keras' lookup of a dtype takes longer than an addition of small tensors."""
 
 
 def cast(value: Tensor, dtype: str) -> Tensor:
-    """A tensor in another dtype, or itself: `keras.ops.cast` takes its time for nothing, too."""
+    """Casts a tensor if its dtype differs; `keras.ops.cast` is slow even if it does not."""
     return value if dtype_of(value) == dtype else ops.cast(value, dtype)
 
 
 def in_float32(value: Tensor) -> Tensor:
-    """`value` in float32, unless it is float64. Half precision overflows on squares of 256."""
+    """Returns `value` in float32, unless it is float64. In float16, the square of 256 overflows."""
     value = value if ops.is_tensor(value) else ops.convert_to_tensor(value)
     return value if dtype_of(value) == "float64" else cast(value, "float32")
 
 
 def overwrites_variable(variable: Variable) -> bool:
-    """Whether what comes as the variable's gradient is its next value (the scales of float8 training)."""
+    """Whether the variable's gradient is its next value (the scales of float8 training)."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def norm(value: Tensor) -> Tensor:
-    """The L2 norm of all elements, in float32 (float64 of float64)."""
-    # Not `ops.norm`, which on PyTorch adds up one by one: wrong by 7e-4 with 16.8 million elements.
+    """Returns the L2 norm of all elements, in float32 (float64 for float64)."""
+    # `ops.norm` on PyTorch sums sequentially, with an error of 7e-4 for 16.8 million elements.
     return ops.sqrt(ops.sum(ops.square(in_float32(value))))
 
 
 def factor_within(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """By what to multiply so that a norm is at most `limit`: exactly 1 where it is; NaN for a NaN."""
-    # Not min(1, limit / norm): NaN for 0 / 0, and on PyTorch Keras takes the minimum with a number in float32.
+    """Returns the factor that limits a norm to `limit`: exactly 1 within the limit; NaN for a NaN."""
+    # min(1, limit / norm) is NaN for 0 / 0, and on PyTorch Keras computes the minimum with a number in float32.
     return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)
 
 
 def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
-    r"""The L2 norm of all elements of all tensors, $\sqrt{\sum_i \lVert t_i \rVert^2}$.
+    r"""Returns the L2 norm of all elements of all tensors, $\sqrt{\sum_i \lVert t_i \rVert^2}$.
 
     Args:
-        t_list: tensors of any shapes and dtypes. None entries are left out; of `tf.IndexedSlices` the listed rows
-            count one by one, also where a row is listed twice.
+        t_list: tensors of any shapes and dtypes. None entries are ignored. The rows of `tf.IndexedSlices` count
+            individually, even if they repeat an index.
 
     Returns:
         A scalar in float32 (float64 if a tensor is float64); 0 for an empty list.
     """
     squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
-    # float64 squares of the others too, and one sum over a stack instead of a chain of scalar additions.
+    # One sum over a stack instead of a chain of scalar additions.
     return ops.sqrt(ops.sum(ops.stack([cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
 
 
 def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
-    """The gradients times one factor, so that their global norm, which is `norm` now, is at most `limit`."""
+    """Multiplies the gradients by one factor that limits their global norm, now `norm`, to `limit`."""
     factor = factor_within(norm, ops.cast(limit, dtype_of(norm)))
     return [times(grad, factor) for grad in grads]
 
 
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
-    """The gradient in the dtype of its variable."""
+    """Returns the gradient in the dtype of its variable."""
     return None if grad is None else map_values(lambda value: cast(value, dtype_of(variable)), grad)
 
 
 def times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """The gradient times a scalar, in float32, in its own dtype."""
+    """Returns the gradient times a scalar, computed in float32, in its own dtype."""
     return None if grad is None else map_values(lambda value: _times(value, factor), grad)
 
 

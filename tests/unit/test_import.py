@@ -202,7 +202,7 @@ def test_without_a_framework_one_sentence_names_the_package_to_install():
     run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 1
     *traceback, message = run.stderr.strip().splitlines()
-    assert message.startswith("ModuleNotFoundError: Keras needs the framework that it runs on, and `jax` is not")
+    assert message.startswith("ModuleNotFoundError: Keras needs a framework as its backend, and `jax` is not")
     assert "`pip install jax`" in message and "keras-shardopt[" not in message  # no index has the package
     assert not any("site-packages" in line for line in traceback)  # nothing of the inside of Keras
 
