@@ -1,11 +1,11 @@
-"""What a micro-batch costs: the time of a step with nothing, with Adam, and with CrossShard(Adam) between two updates.
+"""Cost of a micro-batch: the time of a step without optimizer, with Adam, and with CrossShard(Adam) between updates.
 
     KERAS_BACKEND=jax python benchmarks/accumulation.py
 
-prints, for a step of forward and backward pass, what each kind of optimizer step adds to it. On JAX it measures one
-device by default; `--replicas 2` measures CPU devices under `fit`'s compiled step of a prepared model. Target: a
-micro-batch of `CrossShard` adds at most 0.15 of what an update of Adam does.
-`--quick` runs in seconds, on sizes that say nothing.
+The step is a forward and backward pass; the table shows the time that each kind of optimizer step adds. On JAX it
+measures one device by default; `--replicas 2` measures CPU devices in `fit` of a prepared model. Target: a micro-batch
+of `CrossShard` adds at most 0.15 times the time of an Adam update.
+`--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import keras_shardopt as ks
 
 
 class Nothing(keras.optimizers.SGD):
-    """Reads each gradient, and changes next to nothing."""
+    """Reads each gradient, and does almost nothing."""
 
     def update_step(self, gradient, variable, learning_rate):
         row = keras.ops.sum(gradient) * 1e-30
@@ -38,7 +38,7 @@ def make_model(width):
 
 
 def jax_steps(model, x, y):
-    """A function that runs that many steps, and waits."""
+    """Returns a function that runs this number of steps and waits for the device."""
     import jax
     from keras.src.backend.jax.trainer import _distribute_data
 
@@ -62,7 +62,7 @@ def jax_steps(model, x, y):
 
 
 def other_steps(model, x, y):
-    """The same on TensorFlow and PyTorch, by `train_on_batch`."""
+    """The same on TensorFlow and PyTorch, with `train_on_batch`."""
 
     def run(num_steps):
         for _ in range(num_steps):
@@ -73,14 +73,14 @@ def other_steps(model, x, y):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--width", type=int, default=2048, help="units per layer")
+    parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas")
+    parser.add_argument("--repeats", type=int, default=15, help="repetitions of each measurement")
+    parser.add_argument("--steps", type=int, default=4, help="steps per measurement")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--cpu", action="store_true", help="measure the time of the CPU")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.width, arguments.repeats = 32, 2

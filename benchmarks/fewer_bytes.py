@@ -1,11 +1,11 @@
-"""What compressed gradients cost in accuracy and loss, with and without error feedback, on four replicas.
+"""The effect of compressed gradients on accuracy and loss, with and without error feedback, on four replicas.
 
     KERAS_BACKEND=jax python benchmarks/fewer_bytes.py digits --seeds 10
     KERAS_BACKEND=jax python benchmarks/fewer_bytes.py characters --seeds 10
 
-Writes one line of JSON for each training. Replicas are CPU devices of one process. "digits": a network with two hidden
-layers on the digits of scikit-learn, SGD with momentum; accuracy on 397 images that were held out. "characters": the
-model of examples/char_lm.py, smaller, with Adam; loss in nats on text that was held out.
+Writes one line of JSON per training. Replicas are CPU devices of one process. "digits": a network with two hidden
+layers on the digits of scikit-learn, SGD with momentum; accuracy on 397 held-out images. "characters": a smaller model
+like that of examples/char_lm.py, with Adam; loss in nats on held-out text.
 """
 
 import argparse
@@ -84,10 +84,10 @@ TASKS = {"digits": (digits, 300), "characters": (characters, 400)}
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--steps", type=int, help="number of updates (default: by task)")
+    parser.add_argument("--replicas", type=int, default=4, help="number of replicas")
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     arguments = parser.parse_args()
     train, steps = TASKS[arguments.task]

@@ -1,10 +1,10 @@
-"""How long an update takes with compressed gradients, on ranks of PyTorch, and behind a slow link.
+"""The time of an update with compressed gradients, on ranks of PyTorch, with a simulated slow network.
 
     KERAS_BACKEND=torch torchrun --nproc-per-node 4 benchmarks/fewer_bytes_link.py --mbit 0 100
 
-Only the update: 4 layers of 1024 x 256 weights, gradients that are there already, SGD with momentum. A slow link is a
-pause before each collective, as long as a replica's bytes take (those of `communication_report`) at so many Mbit/s;
-0: no pause. Rank 0 prints the medians.
+Only the update: 4 layers of 1024 x 256 weights, precomputed gradients, SGD with momentum. A slow network is a pause
+before each collective, long enough to send a replica's bytes (from `communication_report`) at this rate in Mbit/s; 0 is
+no pause. Rank 0 prints the medians.
 """
 
 import argparse
@@ -32,8 +32,14 @@ SCHEMES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, nargs="*", default=[0, 100])
-    parser.add_argument("--updates", type=int, default=7)
+    parser.add_argument(
+        "--mbit",
+        type=float,
+        nargs="*",
+        default=[0, 100],
+        help="rates of the simulated network in Mbit/s; 0 is no pause",
+    )
+    parser.add_argument("--updates", type=int, default=7, help="number of measured updates")
     arguments = parser.parse_args()
     real = communicator.note
     torch.set_num_threads(1)

@@ -1,12 +1,12 @@
-"""What a step of `fit` costs with `CrossShard`, against the optimizer without it, on the backend of `KERAS_BACKEND`.
+"""Cost of a step of `fit` with `CrossShard`, relative to the optimizer without it, on the backend of `KERAS_BACKEND`.
 
     KERAS_BACKEND=jax python benchmarks/fit.py [--replicas 8] [--write]
 
-One replica by default; several are the devices of this machine (CPU devices where it has none), on TensorFlow those of
-a `MirroredStrategy`. PyTorch's ranks have a benchmark of their own, `torch_fit.py`. Targets: within 1.02 times plain
-Keras, also where the model is prepared; with divided state on JAX within 1.10 times, and 1/N of the state on each
-replica. `--cpu` measures the time of this process on the CPU, which a busy machine changes less. `--quick` runs in
-seconds, on sizes that say nothing.
+One replica by default. Several replicas are devices of this machine (CPU devices if it has no accelerators), on
+TensorFlow those of a `MirroredStrategy`. For ranks of PyTorch, see `torch_fit.py`. Targets: at most 1.02 times plain
+Keras, also with a prepared model. With divided state on JAX: at most 1.10 times, and 1/N of the state per replica.
+`--cpu` measures the CPU time of this process, which depends less on other load. `--quick` runs in seconds with small
+sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNPREPARED = "CrossShard(Adam), not prepared"
 
 
 def make_model(width: int, num_layers: int = 3) -> keras.Model:
-    """A model of so many layers, and one more for its outputs."""
+    """A model with this number of layers, and an output layer."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(num_layers)]
     return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(width)])
@@ -43,18 +43,18 @@ def optimizers(num_replicas: int) -> dict[str, keras.optimizers.Optimizer]:
     if num_replicas > 1:
         made["CrossShard(Adam, shard_state=True)"] = ks.CrossShard(adam(), shard_state=True)
         made[UNPREPARED] = ks.CrossShard(adam())
-    # Twice, for how much of a ratio is noise.
+    # Measured twice, to show the noise of a ratio.
     return {**made, "Adam again": adam()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--cpu", action="store_true", help="measure the time of the CPU")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement")
+    parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
     width, rounds = (16, 2) if arguments.quick else (512, arguments.rounds)
     number, backend = arguments.replicas, keras.config.backend()

@@ -1,14 +1,14 @@
-"""What CrossShard costs on a GPU, on PyTorch or JAX. The maintainers have had none to run it on.
+"""Cost of CrossShard on a GPU, on PyTorch or JAX. The maintainers have not run it on one.
 
     KERAS_BACKEND=torch python benchmarks/gpu.py [--write]
     KERAS_BACKEND=jax python benchmarks/gpu.py [--write]
 
-First it trains a small model with the optimizer's and with Keras' arithmetic, and compares the weights. Then it
-measures updates by Adam of 1e8 and 1e9 float32 weights, in milliseconds and as a part of what the bandwidth of the
-memory allows (an update moves 28 bytes per weight: it reads gradient, weight and two slots, and writes the last three),
-and a step of `fit` of a transformer's block in bfloat16. The bandwidth is measured by a copy. Targets: 70 % of it, and
-the time of PyTorch's fused Adam.
-`--quick` runs in seconds, on sizes that say nothing, without a GPU too.
+First it trains a small model with the optimizer's and with Keras' arithmetic, and compares the weights. Then it times
+Adam updates of 1e8 and 1e9 float32 weights, in milliseconds and as a fraction of the memory bandwidth. (An update moves
+28 bytes per weight: it reads gradient, weight and two slots, and writes the last three. A copy measures the bandwidth.)
+Last, it measures a step of `fit` of a transformer block in bfloat16. Targets: 70 % of the bandwidth, and the time of
+PyTorch's fused Adam.
+`--quick` runs in seconds with small sizes, also without a GPU; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATE = 1e-3
 
 
 def wait() -> None:
-    """Until the device has done what it was given. What runs on JAX waits itself."""
+    """Waits until the device has finished. Measured functions on JAX wait themselves."""
     if keras.config.backend() == "torch":
         import torch
 
@@ -42,7 +42,7 @@ def wait() -> None:
 
 
 def on_gpu() -> bool:
-    """Whether there is one that this backend sees."""
+    """Whether this backend has a GPU."""
     if keras.config.backend() == "torch":
         import torch
 
@@ -53,7 +53,7 @@ def on_gpu() -> bool:
 
 
 def updates(optimizer: keras.optimizers.Optimizer, grads: list[Any]) -> Callable[[], None]:
-    """Updates of new weights, one after another; on JAX compiled, in the same memory."""
+    """Updates new weights repeatedly; on JAX compiled, with donated memory."""
     variables = [keras.Variable(ops.zeros_like(grad)) for grad in grads]
     optimizer.build(variables)
     if keras.config.backend() != "jax":
@@ -71,7 +71,7 @@ def updates(optimizer: keras.optimizers.Optimizer, grads: list[Any]) -> Callable
 
 
 def copies(arrays: list[Any]) -> Callable[[], None]:
-    """A copy of the arrays, which moves 8 bytes for each element."""
+    """Copies the arrays, which moves 8 bytes per element."""
     if keras.config.backend() == "jax":
         import jax
 
@@ -107,7 +107,7 @@ def update_table(number: int, rounds: int) -> str:
 
 
 def block(width: int, length: int) -> keras.Model:
-    """A transformer's block, which computes in bfloat16."""
+    """A transformer block that computes in bfloat16."""
     keras.utils.set_random_seed(0)
     policy = "mixed_bfloat16"
     inputs = keras.Input((length, width))
@@ -136,7 +136,7 @@ def fit_table(width: int, length: int, steps: int, rounds: int) -> str:
 
 
 def check() -> str:
-    """Says how far apart the weights are after training with Keras' Adam and with each arithmetic of CrossShard."""
+    """Compares the weights after training with Keras' Adam and with each arithmetic of CrossShard."""
     random = np.random.default_rng(0)
     x = random.normal(size=(64, 8)).astype("float32")
     weights = []
@@ -155,9 +155,9 @@ def check() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--weights", type=float, nargs="*", default=[1e8, 1e9], help="how many to update")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    parser.add_argument("--weights", type=float, nargs="*", default=[1e8, 1e9], help="numbers of weights")
     arguments = parser.parse_args()
     if keras.config.backend() not in ("torch", "jax"):
         raise SystemExit("This benchmark is for KERAS_BACKEND=torch and KERAS_BACKEND=jax.")

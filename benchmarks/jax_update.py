@@ -1,9 +1,9 @@
-"""What an update costs on JAX, compiled: Keras' own, CrossShard's and optax's, of the same parameters.
+"""Cost of a compiled update on JAX: Keras' optimizer, CrossShard, and optax, with the same parameters.
 
     python benchmarks/jax_update.py [--write]
 
 Weights and state are donated, as in `fit`. Target: no slower than plain Keras. Needs optax.
-`--quick` runs in seconds, on sizes that say nothing.
+`--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kinds() -> dict[str, tuple]:
 
 
 def repeated(update: Callable[..., Any], state: Any, weights: Any, grads: Any) -> Callable[[], None]:
-    """Runs one compiled update after another, in the same memory."""
+    """Runs compiled updates repeatedly, with donated memory."""
     step = jax.jit(update, donate_argnums=(0, 2))
     held = [state, weights]
 
@@ -72,8 +72,8 @@ def copies(values: list[Any]) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--rounds", type=int, default=21, help="repetitions of each measurement")
     arguments = parser.parse_args()
     size, rounds = (64, 2) if arguments.quick else (1024, arguments.rounds)
     random = np.random.default_rng(0)

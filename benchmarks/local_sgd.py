@@ -1,13 +1,13 @@
-"""Held-out loss of replicas that train apart, next to synchronous training with as many updates or bytes.
+"""Held-out loss of local SGD, compared with synchronous training with as many updates or bytes.
 
     python benchmarks/local_sgd.py characters --updates 2400
     python benchmarks/local_sgd.py digits --only "synchronous" "mean, H=20"
     python benchmarks/local_sgd.py characters --updates 1000 --mbit 100 --only "synchronous" "DiLoCo, H=20"
 
-Trains the same model on four ranks of PyTorch (gloo, a thread each) from the same weights on the same batches, once for
-each way, and prints a line of JSON for each: the loss on text or digits that were held out after every hundred updates,
-the bytes that each rank gave to reductions, and the seconds of training without evaluation. `--mbit` adds to each
-reduction the time that a ring of four ranks would need for it over links of so many Mbit/s: a sleep, no network.
+Trains the same model on four ranks of PyTorch (gloo, one thread each) from the same weights on the same batches, once
+per method. Prints a line of JSON for each: the held-out loss after every hundred updates, the bytes that each rank gave
+to reductions, and the seconds of training without evaluation. `--mbit` simulates a network of this rate: each reduction
+sleeps for the time that a ring of four ranks would need.
 """
 
 import argparse
@@ -24,7 +24,7 @@ EPOCH = 100  # updates between two evaluations
 
 
 def characters(updates):
-    """Windows of Python's own help, and the same shifted by one; the last tenth is held out."""
+    """Windows of Python's help texts, and the same shifted by one character; the last tenth is held out."""
     import numpy as np
 
     topics = pydoc_data.topics.topics
@@ -42,7 +42,7 @@ def characters(updates):
 
 
 def characters_model():
-    """That of examples/char_lm.py."""
+    """The model of examples/char_lm.py."""
     import keras
 
     layers = [
@@ -69,7 +69,7 @@ def digits(updates):
 
 
 def digits_model():
-    """That of examples/digits.py, or nearly."""
+    """Nearly the model of examples/digits.py."""
     import keras
 
     hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
@@ -80,7 +80,7 @@ TASKS = {"characters": (characters, characters_model, 2e-3), "digits": (digits, 
 
 
 def ways(updates):
-    """By name the arguments of `CrossShard`, and the number of updates."""
+    """Returns, by name, the arguments of `CrossShard` and the number of updates."""
     found = {"synchronous": ({}, updates)}
     outer = {"class_name": "SGD", "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}}
     for every in (5, 20, 50):
@@ -170,11 +170,11 @@ def work(rank, port, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--updates", type=int, default=2400)
-    parser.add_argument("--seed", type=int, default=1, help="of the weights that training begins with")
-    parser.add_argument("--mbit", type=float, help="of the links, in Mbit/s")
-    parser.add_argument("--only", nargs="*", help="names of ways")
-    parser.add_argument("--to", help="a file that lines are added to")
+    parser.add_argument("--updates", type=int, default=2400, help="number of updates")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the initial weights")
+    parser.add_argument("--mbit", type=float, help="rate of the simulated network, in Mbit/s")
+    parser.add_argument("--only", nargs="*", help="names of methods")
+    parser.add_argument("--to", help="file to append the lines to")
     arguments = parser.parse_args()
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,9 +1,9 @@
-"""What a step of `fit` costs where two processes are on two machines (network namespaces), against one machine.
+"""Cost of a step of `fit` of two processes on two machines (network namespaces), relative to one machine.
 
     KERAS_BACKEND=torch python benchmarks/machines.py [--write]
 
-Four layers `Dense(512)`, 64 rows, SGD with momentum, two processes of one device each; CPUs. The namespaces are made,
-which root may do, and removed again. `--quick` runs in seconds, on sizes that say nothing.
+Four layers `Dense(512)`, 64 rows, SGD with momentum, two processes with one CPU device each. It creates the namespaces
+(as root) and removes them. `--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[None]:
-    """Two, with a cable between them."""
+    """Creates two namespaces with a virtual cable between them."""
     devices = [f"{name}v"[-15:] for name in NAMES]
     try:
         for name in NAMES:
@@ -58,12 +58,12 @@ def namespaces() -> Iterator[None]:
 
 
 def run(machines: int, options: Sequence[str]) -> list[float]:
-    """The seconds of a step in each block, of a job on one machine or on two."""
+    """Returns the seconds per step in each block, of a job on one machine or on two."""
     launch = [sys.executable, "-m", "keras_shardopt.launch", "--nproc", str(2 // machines)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         program = [__file__, *options, "--result", f"{folder}/result.json"]
-        if machines == 1:  # in a namespace, too
+        if machines == 1:  # also in a namespace
             commands = [["ip", "netns", "exec", NAMES[0], *launch, *program]]
         else:
             whole = ["--nnodes", "2", "--coordinator", f"{ADDRESSES[0]}:29533", "--hosts", ",".join(ADDRESSES)]
@@ -80,7 +80,7 @@ def run(machines: int, options: Sequence[str]) -> list[float]:
 
 
 def measure(steps: int, units: int, result: pathlib.Path) -> None:
-    """Trains in one process of a job, and writes what a step took."""
+    """Trains in one process of a job, and writes the seconds per step."""
     import keras
     import numpy as np
 
@@ -97,16 +97,16 @@ def measure(steps: int, units: int, result: pathlib.Path) -> None:
         model.fit(x, x, batch_size=64, shuffle=False, verbose=0)
         seconds.append((time.perf_counter() - begin) / steps)
     if replicas.is_chief:
-        result.write_text(json.dumps(seconds[1:]))  # the first one compiles
+        result.write_text(json.dumps(seconds[1:]))  # the first includes compilation
     replicas.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of a block")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--write", action="store_true", help="writes a page of results")
+    parser.add_argument("--steps", type=int, default=40, help="steps per block")
+    parser.add_argument("--rounds", type=int, default=2, help="repetitions of each measurement")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     steps, units = (2, 8) if given.quick else (given.steps, 512)

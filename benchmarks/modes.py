@@ -1,12 +1,12 @@
-"""What a step of `fit` costs with each option and wrapper, against the same step without it.
+"""Cost of a step of `fit` with each option and wrapper, relative to the same step without it.
 
     KERAS_BACKEND=jax python benchmarks/modes.py [--replicas 8] [--write]
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 benchmarks/modes.py [--write]
 
-Target: within 1.03 times the step without it; summaries every 100 updates within 1.05 times. Options that train
-otherwise (accumulation, mixed precision) are there for what they cost, and have no target on a CPU.
-`--cpu` measures the time of this process on the CPU, which a busy machine changes less. `--quick` runs in seconds, on
-sizes that say nothing.
+Target: at most 1.03 times the step without it; summaries every 100 updates at most 1.05 times. Options that change the
+training (accumulation, mixed precision) are measured without a target.
+`--cpu` measures the CPU time of this process, which depends less on other load. `--quick` runs in seconds with small
+sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN = "CrossShard(Adam)"
 
 
 def modes() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
-    """By name, what makes the optimizer."""
+    """Returns, by name, functions that create the optimizer."""
 
     def adam() -> keras.optimizers.Optimizer:
         return keras.optimizers.Adam(1e-4)
@@ -50,18 +50,18 @@ def modes() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
         "GradientClipping": lambda: ks.CrossShard(ks.GradientClipping(adam(), 1.0)),
         "MixedPrecision": lambda: ks.CrossShard(ks.MixedPrecision(adam())),
     }
-    return {**made, f"{PLAIN} again": made[PLAIN]}  # for how much of a ratio is noise
+    return {**made, f"{PLAIN} again": made[PLAIN]}  # measured twice, to show the noise
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=None, help="of JAX and TensorFlow; PyTorch has ranks")
+    parser.add_argument("--replicas", type=int, default=None, help="number of replicas, on JAX and TensorFlow")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--cpu", action="store_true", help="measure the time of the CPU")
-    parser.add_argument("--only", nargs="*", default=[], help="which modes, besides the plain one")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
+    parser.add_argument("--only", nargs="*", default=[], help="names of modes to measure besides the plain one")
+    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
     width, num_layers, rounds = (16, 1, 2) if arguments.quick else (512, 5, arguments.rounds)
     backend = keras.config.backend()

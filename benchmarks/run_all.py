@@ -1,12 +1,12 @@
-"""Runs every benchmark on this machine, and makes one page of their newest results, docs/benchmarks.md.
+"""Runs every benchmark on this machine, and writes a page with their newest results, docs/benchmarks.md.
 
     python benchmarks/run_all.py [--only torch_fit modes]
-    python benchmarks/run_all.py --page      # the page alone, of the results that are there
-    python benchmarks/run_all.py --quick     # whether all of them run, in minutes: no result is written, and no page
+    python benchmarks/run_all.py --page      # only the page, from existing results
+    python benchmarks/run_all.py --quick     # checks in minutes that all of them run; writes no result and no page
 
-The machine should do nothing else meanwhile: about half an hour on two cores; with `--minutes 20` those that do not
-begin within 20 minutes are left out, which are the last ones, and the page has their results of before. What needs a
-package that is not installed, or a GPU where there is none, is left out with the reason.
+The machine should be otherwise idle, for about half an hour on two cores. With `--minutes 20`, benchmarks that have not
+started after 20 minutes (the last ones) are omitted, and the page has their previous results. Benchmarks that need a
+missing package or a GPU are omitted with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 ALL_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e5 1e6 1e7 --variables 10 100 1000 3000"
-SOME_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e6 --variables 10 100 1000"  # where ranks share cores
+SOME_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e6 --variables 10 100 1000"  # for ranks that share cores
 COMMANDS: list[tuple[str, str, list[str]]] = [
     ("torch", "torch_fit.py", [*TORCHRUN, "2"]),
     ("torch", "torch_shards.py", [*TORCHRUN, "2"]),
@@ -68,7 +68,7 @@ The last column holds the first ratios of an older result, if there is one.
 
 
 def run(backend: str, script: str, start: list[str], how: str, limit: float) -> str | None:
-    """Runs one, and returns the last line that it printed where it failed."""
+    """Runs one, and returns the last line of its output if it failed."""
     name, *arguments = script.split()
     command = [*(start or [sys.executable]), str(HERE / name), *arguments, how]
     print(f"KERAS_BACKEND={backend} {' '.join(command)}", flush=True)
@@ -83,7 +83,7 @@ def run(backend: str, script: str, start: list[str], how: str, limit: float) -> 
     try:
         stdout, stderr = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks then
+        process.terminate()  # torchrun then ends its ranks
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=30)
         process.kill()
@@ -94,7 +94,7 @@ def run(backend: str, script: str, start: list[str], how: str, limit: float) -> 
 
 
 def kept() -> list[list[dict[str, Any]]]:
-    """The runs of each title by date, in the order of the titles."""
+    """Returns the runs of each title by date, in the order of the titles."""
     return [list(runs) for _, runs in itertools.groupby(timing.stored(), lambda run: run["title"])]
 
 
@@ -106,7 +106,7 @@ def rows_of(lines: list[str]) -> list[re.Match[str]]:
 
 
 def with_before(table: list[str], older: dict[str, Any]) -> list[str]:
-    """The table with the first ratios of an older result as its last column, where it has any of these rows."""
+    """Adds the first ratios of an older result as the last column, if it has any of these rows."""
     before = {row["name"]: row["ratio"] for row in rows_of(timing.markdown(older).splitlines())}
     if not any(row["name"] in before for row in rows_of(table)):
         return table
@@ -116,7 +116,7 @@ def with_before(table: list[str], older: dict[str, Any]) -> list[str]:
 
 
 def picture(table: list[str]) -> str:
-    """Bars of the first ratios of a table, as SVG."""
+    """Draws the first ratios of a table as bars, in SVG."""
     rows = rows_of(table)
     if len(rows) < 2:
         return ""
@@ -142,7 +142,7 @@ def picture(table: list[str]) -> str:
 
 
 def page() -> str:
-    """The page, of the newest results."""
+    """Returns the page with the newest results."""
     parts = [HEAD]
     for runs in kept():
         oldest, newest = runs[0], runs[-1]
@@ -162,11 +162,11 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="run them on sizes that say nothing")
+    parser.add_argument("--page", action="store_true", help="write only the page, without running benchmarks")
+    parser.add_argument("--quick", action="store_true", help="run all with small sizes, without writing results")
     parser.add_argument("--only", nargs="*", default=[], help="names of scripts, without `.py`")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a benchmark is left out")
-    parser.add_argument("--minutes", type=float, default=600.0, help="after which no further benchmark begins")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a benchmark is stopped")
+    parser.add_argument("--minutes", type=float, default=600.0, help="minutes after which no benchmark starts")
     arguments = parser.parse_args()
     left_out = {}
     last_start = time.monotonic() + 60 * arguments.minutes

@@ -1,12 +1,12 @@
-"""How the cost of a step grows with parameters, variables and ranks, next to `DistributedDataParallel`, on PyTorch.
+"""Growth of the cost of a step with parameters, variables and ranks, next to `DistributedDataParallel`, on PyTorch.
 
     torchrun --nproc-per-node 2 benchmarks/scaling.py [--write] [--parameters 1e4 1e6 1e8] [--variables 10 3000]
 
-The model is nothing but weights, so that a step is what training adds: gradients, their reduction, Adam. Calls of few
-and of many steps tell what each step costs from what each call does once: `fit` then compares data and weights of the
-ranks, and makes callbacks, iterators and logs. Target: a step grows no faster than with DDP and
-`torch.optim.Adam(fused=True)`. More ranks than cores take turns, which is slow for both. `--quick` runs in seconds, on
-sizes that say nothing.
+The model has weights and almost no computation, so a step is the cost of training: gradients, their reduction, Adam.
+Calls with few and with many steps separate the cost per step from the cost per call: `fit` then compares data and
+weights of the ranks, and creates callbacks, iterators and logs. Target: a step grows no faster than with DDP and
+`torch.optim.Adam(fused=True)`. With more ranks than cores, both are slow. `--quick` runs in seconds with small sizes;
+its times are meaningless.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from keras import ops
 import keras_shardopt as ks
 
 MANY = 10**6
-"""The number of parameters while that of variables grows."""
+"""The number of parameters while the number of variables varies."""
 
 
 class Weights(keras.layers.Layer):
-    """So many parameters in so many variables; each row is multiplied with the sum of their means."""
+    """Divides the parameters among the variables. Multiplies each row with the sum of the variables' means."""
 
     def __init__(self, num_parameters: int, num_variables: int) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Weights(keras.layers.Layer):
 
 
 def runs_of(num_parameters: int, num_variables: int, few: int, many: int) -> dict[str, Callable[[], object]]:
-    """Calls of `fit`, and of a custom training loop with DDP, of few and of many steps."""
-    rank = dist.get_rank()  # each has rows of its own
+    """Measures short and long calls of `fit`, and of a custom training loop with DDP."""
+    rank = dist.get_rank()  # each rank has different rows
     x = np.linspace(rank, rank + 1, many, dtype="float32")[:, None]
 
     def model() -> keras.Model:
@@ -80,7 +80,7 @@ def runs_of(num_parameters: int, num_variables: int, few: int, many: int) -> dic
 
 
 def row_of(seconds: dict[str, list[float]], few: int, many: int) -> tuple[str, float, float, float]:
-    """Cells of the table, and what a step costs with DDP and in `fit`, and a call of `fit`, in milliseconds."""
+    """Returns table cells, and the milliseconds of a step with DDP, a step of `fit`, and a call of `fit`."""
     steps: dict[str, list[float]] = {}
     calls: dict[str, list[float]] = {}
     for name in ("DDP", "fit"):
@@ -96,20 +96,22 @@ def row_of(seconds: dict[str, list[float]], few: int, many: int) -> tuple[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7, 1e8])
-    parser.add_argument("--variables", type=int, nargs="*", default=[10, 100, 1000, 3000])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--parameters", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7, 1e8], help="numbers of parameters"
+    )
+    parser.add_argument("--variables", type=int, nargs="*", default=[10, 100, 1000, 3000], help="numbers of variables")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement")
     parser.add_argument("--few", type=int, default=2, help="steps of the short calls")
     parser.add_argument("--many", type=int, default=22, help="steps of the long calls")
-    parser.add_argument("--gib", type=float, default=8.0, help="leave out what takes more memory on all ranks together")
+    parser.add_argument("--gib", type=float, default=8.0, help="memory limit of all ranks together; skips larger sizes")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     given = parser.parse_args()
     if given.quick:
         given.parameters, given.variables, given.rounds, given.few, given.many = [1e3], [10, 20], 2, 1, 4
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with ks.data_parallel(auto_shard=False) as replicas:
-        if not dist.is_initialized():  # a single rank needs no group, except in DDP
+        if not dist.is_initialized():  # for DDP; without it, a single rank needs no process group
             dist.init_process_group("gloo")
         ranks, notes, of_variables = replicas.num_replicas, [], []
         sizes = [(int(number), 10) for number in given.parameters]

@@ -1,9 +1,9 @@
-"""What summaries cost: steps of `fit` and of `optimize_loss` without them, and with them at `every=100`.
+"""Cost of summaries: steps of `fit` and of `optimize_loss` without them, and with them at `every=100`.
 
     KERAS_BACKEND=jax python benchmarks/summaries.py [--quick]
 
-Off is measured twice, alternating with on, so that the difference between the two shows the noise. Ratios are medians
-of those of one round; a round of `optimize_loss` is a hundred steps of each kind, one of `fit` is a training of each.
+"Off" is measured twice, alternating with "on", to show the noise. Ratios are medians over rounds. A round of
+`optimize_loss` is a hundred steps of each kind; a round of `fit` is one training of each kind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_model(width: int) -> keras.Model:
 
 
 class Clock(keras.callbacks.Callback):
-    """Seconds per step, of epochs after the first, which compiles."""
+    """Measures seconds per step, without the first epoch (compilation)."""
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.start = now()
@@ -80,7 +80,7 @@ def rounds_of_steps(width: int, num_rounds: int, num_steps: int, kinds: Kinds) -
                 for _ in range(num_steps):
                     value = step(x, y)
                 float(value)
-                if number >= 0:  # the first one compiles
+                if number >= 0:  # the first includes compilation
                     found[kind].append((now() - start) / num_steps)
         for step in steps.values():
             step.close()
@@ -99,8 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--quick", action="store_true", help="a small model, few steps: to see that it runs")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cpu-time", action="store_true", help="of this process, where others keep the machine busy")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, on a busy machine")
     arguments = parser.parse_args()
     global now
     now = time.process_time if arguments.cpu_time else time.perf_counter

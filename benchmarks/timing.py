@@ -1,8 +1,8 @@
-"""Shared by all benchmarks: runs in turns, ratios with their spread, and files of results.
+"""Shared by all benchmarks: alternating runs, ratios with their spread, and files of results.
 
 Each benchmark has one file in `results/`, in JSON Lines. A line is one run: its title, date, machine, versions, command
-and parts. A part is a paragraph, or a table with its columns and rows. `of` names older code that was measured
-after its date.
+and parts. A part is a paragraph, or a table with its columns and rows. `of` is set if older code was measured later: it
+names that code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def in_turns(
     wait: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """The seconds of each run in each round, so that what else the machine does meets all alike.
+    """Returns the seconds of each run in each round. Runs alternate, so other load affects all of them equally.
 
     Args:
-        runs: by name, what is measured. Each runs once before.
-        num_rounds: how often each is measured.
-        wait: called before and after each, so that processes and devices are idle.
-        clock: what is measured; `time.process_time` where the machine is not idle.
+        runs: functions to measure, by name. Each is called once before.
+        num_rounds: number of measurements of each.
+        wait: called before and after each run, to wait for processes and devices.
+        clock: the clock; `time.process_time` on a busy machine.
     """
     for run in runs.values():
         run()
@@ -50,7 +50,7 @@ def in_turns(
 
 
 def ratios(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
-    """The median of a run's time over another's in the same round, and the quartiles."""
+    """Returns the median ratio of two runs' times in the same round, and its quartiles."""
     found = sorted(a / b for a, b in zip(seconds[name], seconds[base]))
     if len(found) < 2:
         return found[0], found[0], found[0]
@@ -59,7 +59,7 @@ def ratios(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float
 
 
 def table(seconds: dict[str, list[float]], bases: Sequence[str], steps: int = 1) -> str:
-    """A Markdown table: milliseconds of a step, and ratios to each of the bases."""
+    """Returns a Markdown table: milliseconds per step, and ratios to each of the bases."""
     head = ["", "ms, median", *[f"time / {base}" for base in bases]]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, each in seconds.items():
@@ -72,7 +72,7 @@ def table(seconds: dict[str, list[float]], bases: Sequence[str], steps: int = 1)
 
 
 def report(title: str, command: str, text: str, versions: dict[str, str], write: bool) -> None:
-    """Prints a run, and with `write` stores it in the file of its benchmark, instead of an earlier one of that day."""
+    """Prints a run. With `write`, stores it in the benchmark's file, and replaces an earlier run of the same day."""
     run = {
         "title": title,
         "date": datetime.date.today().isoformat(),
@@ -97,19 +97,19 @@ def store(run: dict[str, Any]) -> None:
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs in a file; none of those that `plot_*.py` draw, which have other fields."""
+    """Returns the runs in a file, without those for `plot_*.py`, which have other fields."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [run for line in lines if "title" in (run := json.loads(line))]
 
 
 def stored() -> list[dict[str, Any]]:
-    """All runs, by title and date."""
+    """Returns all runs, by title and date."""
     runs = [run for file in RESULTS.glob("*.jsonl") for run in read(file)]
     return sorted(runs, key=lambda run: (re.sub(r"\W+", "_", run["title"].lower()), run["date"]))
 
 
 def parts(text: str) -> list[Any]:
-    """The paragraphs of a Markdown text, and its tables as columns and rows."""
+    """Parses a Markdown text into paragraphs, and tables with columns and rows."""
     found: list[Any] = []
     for paragraph in re.split(r"\n\n+", text.strip()):
         if paragraph.startswith("|"):
@@ -125,7 +125,7 @@ def _inside(table: str) -> list[str]:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """A run as a page."""
+    """Returns a run as a page."""
     about = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     paragraphs = [
         f"# {run['title']}",
@@ -142,7 +142,7 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def hardware() -> str:
-    """The CPU, its cores that this process may use, and how busy the machine is."""
+    """Returns the CPU, the number of cores available to this process, and the load of the machine."""
     model = platform.processor() or platform.machine()
     information = pathlib.Path("/proc/cpuinfo")
     if information.exists():

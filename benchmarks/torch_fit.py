@@ -1,11 +1,11 @@
-"""What a step of `fit` costs on two ranks, against a custom training loop with `DistributedDataParallel`, on PyTorch.
+"""Cost of a step of `fit` on two ranks of PyTorch, relative to a custom training loop with `DistributedDataParallel`.
 
     torchrun --nproc-per-node 2 benchmarks/torch_fit.py [--write]
 
-Six layers `Dense(1024)`, 64 rows on each rank, Adam. Targets: `fit` with `CrossShard(Adam())` within 0.9 times the loop
-with `torch.optim.Adam`, and within 1.02 times the loop with `Adam(fused=True)`.
-With Keras 3.16 or later, `fit` of Keras' own Adam, for which it makes a DDP by itself, is one more peer: install
-`keras-nightly --no-deps` over Keras. `--quick` runs in seconds, on sizes that say nothing.
+Six layers `Dense(1024)`, 64 rows per rank, Adam. Targets: `fit` with `CrossShard(Adam())` takes at most 0.9 times the
+loop with `torch.optim.Adam`, and at most 1.02 times the loop with `Adam(fused=True)`.
+Keras 3.16 and later create a DDP in `fit` of Keras' own Adam: another measurement. To get it, install
+`keras-nightly --no-deps` over Keras. `--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import keras_shardopt as ks
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--mib", type=float, nargs="*", default=[], help="further sizes of buckets to measure")
+    arguments.add_argument("--mib", type=float, nargs="*", default=[], help="further bucket sizes to measure, in MiB")
     given = arguments.parse_args()
     with ks.data_parallel(prepare=False) as replicas:
         training = Training(given, replicas)
-        peers = {}  # before models are prepared, which keeps Keras from making a DDP
+        peers = {}  # before models are prepared: `prepare` keeps Keras from creating a DDP
         if hasattr(keras.Model, "_initialize_ddp"):
             peers["Keras' own DDP with Adam"] = training.fit(keras.optimizers.Adam(RATE))
     with ks.data_parallel(auto_shard=False):

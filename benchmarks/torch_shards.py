@@ -1,10 +1,10 @@
-"""Divided optimizer state on ranks of PyTorch: `CrossShard(shard_state=True)` against `ZeroRedundancyOptimizer`.
+"""Divided optimizer state on PyTorch ranks: `CrossShard(shard_state=True)` against `ZeroRedundancyOptimizer`.
 
     torchrun --nproc-per-node 2 benchmarks/torch_shards.py [--write]
 
-Six layers `Dense(1024)`, 64 rows on each rank, Adam; the custom training loop is that of PyTorch's own tutorial. Prints
-the time of a step and the bytes of optimizer state that the fullest rank holds.
-`--quick` runs in seconds, on sizes that say nothing.
+Six layers `Dense(1024)`, 64 rows per rank, Adam. The custom training loop is the one of PyTorch's tutorial. Prints the
+time of a step, and the largest number of bytes of optimizer state on a rank.
+`--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import keras_shardopt as ks
 
 
 def bytes_held(tensors: list[torch.Tensor]) -> int:
-    """By the fullest rank."""
+    """Returns the largest number of bytes of optimizer state on a rank."""
     held = torch.tensor(float(sum(tensor.nbytes for tensor in tensors)))
     dist.all_reduce(held, dist.ReduceOp.MAX)
     return int(held)

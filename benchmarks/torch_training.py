@@ -1,6 +1,6 @@
-"""Shared by the benchmarks of training on ranks of PyTorch: the model, its data, `fit` and a custom loop with DDP.
+"""Shared by the benchmarks of training on PyTorch ranks: the model, its data, `fit`, and a custom loop with DDP.
 
-The scripts choose the backend and the number of threads, before Keras and PyTorch are imported.
+The scripts set the backend and the number of threads before they import Keras and PyTorch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NUM_CLASSES = 10
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that all of them take."""
+    """Returns a parser with the common arguments."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    made.add_argument("--quick", action="store_true")
-    made.add_argument("--rounds", type=int, default=11)
-    made.add_argument("--steps", type=int, default=12)
+    made.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    made.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    made.add_argument("--steps", type=int, default=12, help="steps per measurement")
     return made
 
 
 class Training:
-    """Steps on rows of this rank's own. Each run makes `arguments.steps` of them, with Adam's rate `RATE`."""
+    """Runs of `arguments.steps` steps on this rank's rows, with the learning rate `RATE` for Adam."""
 
     def __init__(self, arguments: argparse.Namespace, replicas: Any) -> None:
         self._arguments = arguments
@@ -49,7 +49,7 @@ class Training:
         return keras.Sequential([keras.Input((self._width,)), *layers, keras.layers.Dense(NUM_CLASSES)])
 
     def fit(self, optimizer: keras.optimizers.Optimizer) -> Callable[[], object]:
-        """`fit` of a new model with a Keras optimizer."""
+        """Returns a function that calls `fit` of a new model with a Keras optimizer."""
         model = self._model()
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return lambda: model.fit(self._x, self._y, batch_size=self._rows, verbose=0, shuffle=False)
@@ -57,7 +57,7 @@ class Training:
     def by_hand(
         self, make_optimizer: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]
     ) -> Callable[[], None]:
-        """A custom training loop over a new model in DDP, with an optimizer of PyTorch for its parameters."""
+        """Returns a custom training loop over a new model in DDP, with a PyTorch optimizer for its parameters."""
         inputs, targets = torch.from_numpy(self._x), torch.from_numpy(self._y)
         ddp = torch.nn.parallel.DistributedDataParallel(self._model())
         optimizer = make_optimizer(ddp.parameters())
@@ -73,11 +73,11 @@ class Training:
         return run
 
     def seconds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """Of each run in each round."""
+        """Returns the seconds of each run in each round."""
         return timing.in_turns(runs, self._num_rounds, dist.barrier)
 
     def report(self, title: str, script: str, text: str) -> None:
-        """Prints the result, once, and writes it where that was asked for."""
+        """Prints the result on rank 0, and writes it with `--write`."""
         if not self._replicas.is_chief:
             return
         number = self._replicas.num_replicas

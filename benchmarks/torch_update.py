@@ -1,11 +1,11 @@
-"""What an update costs on PyTorch: Keras' own, CrossShard's and `torch.optim`'s fused one, of the same parameters.
+"""Cost of an update on PyTorch: Keras' optimizer, CrossShard, and `torch.optim` (fused), with the same parameters.
 
     python benchmarks/torch_update.py [--write]
 
-Targets, with 16.8 million parameters and `--threads 1`: Adam, AdamW and SGD within 1.1 times the fused ones of
-`torch.optim`, the others within 1.2 times its foreach ones (Lion, which it has not: its SGD with momentum, or a copy of
-as many bytes). `--cpu` measures the time of the CPU, which a busy machine changes less. `--quick` runs in seconds, on
-sizes that say nothing.
+Targets, with 16.8 million parameters and `--threads 1`: Adam, AdamW and SGD at most 1.1 times the fused optimizers of
+`torch.optim`, other optimizers at most 1.2 times its foreach optimizers. It has no Lion: compared with its SGD with
+momentum, or with a copy of the same number of bytes. `--cpu` measures CPU time, which depends less on other load.
+`--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def kinds() -> dict[str, tuple]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--cpu", action="store_true", help="measure the time of the CPU")
-    parser.add_argument("--only", nargs="*", default=list(kinds()), choices=kinds(), help="which optimizers")
-    parser.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
+    parser.add_argument("--only", nargs="*", default=list(kinds()), choices=kinds(), help="optimizers to measure")
+    parser.add_argument("--threads", type=int, default=0, help="number of threads (default: PyTorch's choice)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -75,7 +75,7 @@ def main() -> None:
             optimizer.build(weights)
             runs[f"{label} {name}"] = lambda o=optimizer, w=weights: o.apply(grads, w)
         if name == "Lion":
-            # It reads weights, gradients and momentums, and writes two of them: as copies of 2.5 arrays do.
+            # Lion reads weights, gradients and momentums, and writes two of them: the traffic of copying 2.5 arrays.
             sources = [torch.ones(shape) for shape in [*shapes, *shapes, *shapes[::2]]]
             targets = [torch.zeros_like(source) for source in sources]
             runs["a copy of as many bytes"] = lambda t=targets, s=sources: torch._foreach_copy_(t, s)

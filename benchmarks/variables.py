@@ -1,9 +1,9 @@
-"""What CrossShard costs by the number of variables: 10 to 10 000, each of four elements, on one replica.
+"""Cost of CrossShard by the number of variables: 10 to 10,000, each of four elements, on one replica.
 
     KERAS_BACKEND=torch python benchmarks/variables.py [--write]
 
-Milliseconds of an update, where updates run line by line (PyTorch; TensorFlow outside of a `tf.function`), or to trace
-one (JAX); the fitted power of the number of variables is 1 where cost grows with it, and 2 where it is quadratic.
+Milliseconds of an eager update (PyTorch; TensorFlow outside a `tf.function`), or to trace an update (JAX). The fitted
+power of the number of variables is 1 for linear cost, and 2 for quadratic cost.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def runner(optimizer: keras.optimizers.Optimizer, number: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="few variables: to see that it runs")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--most", type=int, default=10_000)
+    parser.add_argument("--quick", action="store_true", help="few variables, to check that it runs")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement")
+    parser.add_argument("--most", type=int, default=10_000, help="the largest number of variables")
     arguments = parser.parse_args()
     counts = [n for n in (10, 100, 1000, 10_000) if n <= (100 if arguments.quick else arguments.most)]
     backend = keras.config.backend()

@@ -1,11 +1,11 @@
-"""What a step of `fit` costs in parts, as `virtual_replicas` asks for, against the same step with the batch as it is.
+"""Cost of a step of `fit` with `virtual_replicas` (a batch in parts), relative to a step with the whole batch.
 
     KERAS_BACKEND=jax python benchmarks/virtual_replicas.py --replicas 4 [--write]
     KERAS_BACKEND=torch torchrun --nproc-per-node 4 benchmarks/virtual_replicas.py [--write]
 
-Target: within 1.05 times where there are as many parts as replicas. More parts than replicas are smaller than a
-replica's batch, and cost what smaller batches do. It is the time of one process on the CPU; `--wall` measures seconds.
-`--quick` runs in seconds, on sizes that say nothing.
+Target: at most 1.05 times if the number of parts equals the number of replicas. With more parts, each is smaller than a
+replica's batch, with the cost of smaller batches. It measures the CPU time of one process; `--wall` measures wall time.
+`--quick` runs in seconds with small sizes; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dense(width: int) -> keras.Model:
 
 
 def attention(side: int) -> keras.Model:
-    """Convolutions, attention, normalization and dropout."""
+    """A model with convolutions, attention, normalization and dropout."""
     image = keras.Input((side, side, 3))
     x = layers.Conv2D(8, 3, activation="relu")(image)
     x = layers.Reshape((-1, 8))(layers.Conv2D(8, 3, strides=2, activation="gelu")(x))
@@ -41,12 +41,12 @@ def attention(side: int) -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=None, help="of JAX and TensorFlow; PyTorch has ranks")
+    parser.add_argument("--replicas", type=int, default=None, help="number of replicas, on JAX and TensorFlow")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--wall", action="store_true", help="measure seconds, and not those of the CPU")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement")
+    parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
     arguments = parser.parse_args()
     backend = keras.config.backend()
     random = np.random.default_rng(0)

@@ -1,13 +1,13 @@
-"""A batch in four micro-batches: the update of the whole batch, with one communication.
+"""Gradient accumulation: four micro-batches, one communication, the whole batch's update.
 
     python examples/accumulation.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/accumulation.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/accumulation.py
 
 Trains on handwritten digits twice from the same weights: with batches of 64 rows, and
-with batches of 16 of which four make an update. Prints how many updates each made, and
-the largest difference between the weights that they end with, in units of how far weights
-have moved: rounding, no more.
+with batches of 16 rows, four per update. Prints the number of updates of each, and the
+largest difference between the final weights, relative to the distance that they moved.
+The difference is rounding.
 """
 
 import argparse
@@ -32,9 +32,9 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
-    parser.add_argument("--steps", type=int, default=40, help="updates")
+    parser.add_argument("--steps", type=int, default=40, help="number of updates")
     arguments = parser.parse_args()
 
     images, labels = load_digits(return_X_y=True)
@@ -42,7 +42,7 @@ def main():
     images, labels = (images[rows] / 16).astype("float32"), labels[rows]
 
     def trained(start, batch_size, **how):
-        """The model, trained from `start` with batches of so many rows."""
+        """Returns the model, trained from `start` with batches of this number of rows."""
         with ks.data_parallel(arguments.replicas) as replicas:
             layers = [
                 keras.Input((64,)),
@@ -76,7 +76,7 @@ def main():
         print(f"replicas                   {replicas.num_replicas}")
         print(f"updates, whole batches     {updates}")
         updates = int(keras.ops.convert_to_numpy(parts.optimizer.iterations))
-        print(f"updates, in micro-batches    {updates}")
+        print(f"updates, in micro-batches  {updates}")
         print(f"relative difference        {difference / movement:.1e}")
 
 

@@ -1,11 +1,11 @@
-"""Handwritten digits with weights in bfloat16: what float32 master weights are for.
+"""Handwritten digits with bfloat16 weights: the effect of float32 master weights.
 
     python examples/bfloat16_digits.py
 
-Trains one model in three ways, each with the same three seeds: in float32; in bfloat16,
-where updates smaller than 1/256 of a weight are lost, and Adam's averages stand still,
-because 0.999 is 1; and in bfloat16 with `MixedPrecision`, which keeps float32 master
-weights. Prints the mean accuracy on held-out digits.
+Trains one model in three ways, each with the same three seeds: in float32, in bfloat16,
+and in bfloat16 with `MixedPrecision` (float32 master weights). Plain bfloat16 loses updates
+smaller than 1/256 of a weight, and Adam's averages do not change because 0.999 is
+rounded to 1. Prints the mean accuracy on held-out digits.
 """
 
 import argparse
@@ -22,9 +22,9 @@ import keras_shardopt as ks
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=25, help="number of epochs")
     parser.add_argument(
-        "--steps", type=int, help="one seed and so many steps, for a quick look"
+        "--steps", type=int, help="one seed and this number of steps, for a quick test"
     )
     arguments = parser.parse_args()
 

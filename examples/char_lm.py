@@ -3,10 +3,10 @@
     python examples/char_lm.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/char_lm.py --larc
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/char_lm.py
-    python examples/char_lm.py --with-fit  # the same through `compile` and `fit`
+    python examples/char_lm.py --with-fit  # the same with `compile` and `fit`
 
-Prints bits per character, which fall, on text that was held out. `--log-dir` takes
-TensorBoard's event files.
+Prints bits per character on held-out text; they decrease. `--log-dir` writes TensorBoard
+event files.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 import keras_shardopt as ks
 
 WINDOW = 32
-ITER_SIZE = 2  # micro-batches of an update
+ITER_SIZE = 2  # micro-batches per update
 SUMMARIES = [
     "learning_rate",
     "loss_scale",
@@ -55,21 +55,23 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
-    parser.add_argument("--steps", type=int, default=600, help="updates")
+    parser.add_argument("--steps", type=int, default=600, help="number of updates")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="of a micro-batch, over all replicas"
+        "--batch-size", type=int, default=64, help="rows per micro-batch, over all replicas"
     )
     parser.add_argument("--larc", action="store_true", help="LARC instead of clipping")
     parser.add_argument(
-        "--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit"
+        "--with-fit", action="store_true", help="use compile(build_optimizer(...)) and fit"
     )
-    parser.add_argument("--log-dir", help="where TensorBoard's files go")
-    parser.add_argument("--every", type=int, default=10, help="write every so many updates")
+    parser.add_argument("--log-dir", help="folder for TensorBoard event files")
+    parser.add_argument(
+        "--every", type=int, default=10, help="updates between event entries"
+    )
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
-    # LARC sets the length of each step, so it goes with momentum; Adam would undo it.
+    # LARC scales each step, so it needs momentum; Adam would cancel the scale.
     how = {"optimizer": "Adam", "clip_gradients": 1.0}
     if arguments.larc:
         how = {
@@ -90,9 +92,7 @@ def main():
             128, 32, keras.initializers.RandomNormal(stddev=1.0)
         )
         layers = [keras.Input((WINDOW,), dtype="int32"), embedding]
-        for i in range(
-            5
-        ):  # each sees what is before it: 2, 4, 8, 16 and at last 32 characters
+        for i in range(5):  # the receptive field grows: 2, 4, 8, 16, 32 characters
             layers.append(
                 keras.layers.Conv1D(
                     64, 2, dilation_rate=2**i, padding="causal", activation="relu"
@@ -115,7 +115,7 @@ def main():
 
     characters = text()
     held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
-    # `fit` divides each batch among the processes; a step takes rows of this process.
+    # `fit` divides each batch among processes; a step takes the rows of this process.
     parts, part = (
         (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
     )
@@ -123,7 +123,7 @@ def main():
         characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part)
     )
 
-    def tell(update):
+    def report(update):
         nats = np.mean(
             [float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out]
         )
@@ -133,7 +133,7 @@ def main():
                 flush=True,
             )
 
-    tell(0)
+    report(0)
     micro_steps = arguments.steps * ITER_SIZE
     if arguments.with_fit:
         seen = ks.callbacks.TrainingSummaries(arguments.log_dir, every=arguments.every)
@@ -147,9 +147,9 @@ def main():
         for i, (x, y) in zip(range(1, micro_steps + 1), data):
             step(x, y)
             if i % (max(1, arguments.steps // 4) * ITER_SIZE) == 0 and i < micro_steps:
-                tell(i // ITER_SIZE)
+                report(i // ITER_SIZE)
         step.close()
-    tell(arguments.steps)
+    report(arguments.steps)
     difference = replicas.largest_difference(model)
     if replicas.is_chief:
         print(

@@ -1,12 +1,12 @@
-"""Handwritten digits on any number of replicas: one file for TensorFlow, JAX and PyTorch.
+"""Handwritten digits on any number of replicas: the same file for TensorFlow, JAX, PyTorch.
 
     python examples/digits.py --replicas 4                          # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/digits.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/digits.py
 
-Prints the accuracy on digits that were held out, the speed, and the largest difference
-between the replicas' weights, which is 0: every replica sees its own part of each batch,
-and all make the same update.
+Prints the accuracy on held-out digits, the speed, and the largest difference between the
+replicas' weights. It is 0, because replicas train on different rows of each batch, but all
+apply the same update.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import keras_shardopt as ks
 
 
 class Speed(keras.callbacks.Callback):
-    """Steps per second, without the first epoch, which compiles."""
+    """Measures steps per second, without the first epoch, which includes compilation."""
 
     steps, seconds = 0, 0.0
 
@@ -46,11 +46,11 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=15, help="number of epochs")
     parser.add_argument(
-        "--steps", type=int, help="stop each epoch after so many steps, for a quick look"
+        "--steps", type=int, help="number of steps per epoch, for a quick test"
     )
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
@@ -82,7 +82,7 @@ def main():
     model.fit(
         train_images,
         train_labels,
-        batch_size=64,  # over all replicas
+        batch_size=64,  # the global batch
         epochs=arguments.epochs,
         steps_per_epoch=arguments.steps,
         verbose="auto" if replicas.is_chief else 0,

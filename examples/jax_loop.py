@@ -2,9 +2,9 @@
 
     python examples/jax_loop.py --replicas 4
 
-Each device computes the gradient of its rows; `stateless_apply` averages over the axis
-"batch" and updates. Trains on handwritten digits, on several devices and on one, and
-prints the largest difference between the weights, in units of how far weights have moved.
+Each device computes the gradients of its rows; `stateless_apply` averages them over the
+axis "batch" and updates. Trains on handwritten digits, on several devices and on one.
+Prints the largest difference between the weights, relative to the distance they moved.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def trained(num_devices, images, labels):
         ]
     )
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Clipped inside CrossShard: by the norm of the gradient of the whole batch.
+    # Inside CrossShard, clipping uses the norm of the whole batch's gradient.
     optimizer = ks.CrossShard(
         ks.GradientClipping(keras.optimizers.SGD(0.2, momentum=0.9), 1.0), axis_name="batch"
     )
@@ -49,8 +49,8 @@ def trained(num_devices, images, labels):
         return weights, state, jax.lax.pmean(loss, "batch")
 
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("batch",))
-    # Without `check_vma` gradients arrive as each device has computed them. With it, JAX
-    # has summed them already, and CrossShard divides by their number.
+    # Without `check_vma`, each device's gradients arrive unreduced. With it, JAX has summed
+    # them, and CrossShard divides by the number of devices.
     rows = P("batch")
     step = jax.jit(
         jax.shard_map(
@@ -79,9 +79,9 @@ def main():
         "--replicas",
         type=int,
         default=4,
-        help="devices; made of the CPU where there are fewer",
+        help="number of devices (CPU devices if there are fewer accelerators)",
     )
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="number of updates")
     arguments = parser.parse_args()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", arguments.replicas)

@@ -1,12 +1,12 @@
-"""Replicas that communicate once in 20 updates, next to synchronous training.
+"""Local SGD: replicas communicate every 20 updates, compared with synchronous training.
 
     python examples/local_sgd.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/local_sgd.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/local_sgd.py
 
-Trains on handwritten digits three times from the same weights: synchronously, with the
-mean of the replicas' weights every 20 updates, and with an outer optimizer (DiLoCo).
-Prints the loss on digits that were held out, and how often replicas communicated.
+Trains on handwritten digits three times from the same weights: synchronously, with an
+average of the replicas' weights every 20 updates, and with an outer optimizer (DiLoCo).
+Prints the loss on held-out digits, and the number of communications.
 """
 
 import argparse
@@ -29,9 +29,9 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
-    parser.add_argument("--epochs", type=int, default=9, help="of 22 updates each")
+    parser.add_argument("--epochs", type=int, default=9, help="number of epochs")
     arguments = parser.parse_args()
 
     images, labels = load_digits(return_X_y=True)
@@ -54,7 +54,7 @@ def main():
         epochs = arguments.epochs
         model.fit(images[:1400], labels[:1400], batch_size=64, epochs=epochs, verbose=0)
         error = model.evaluate(*held_out, verbose=0)
-        updates = epochs * 22  # batches of 64 of 1,400 rows
+        updates = epochs * 22  # 22 batches of 64 per 1,400 rows
         together = (rounds.warmup or 0) if extensions else updates
         times = together + (updates - together) // EVERY
         if replicas.is_chief:

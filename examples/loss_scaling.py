@@ -1,14 +1,13 @@
-"""float16 on several replicas: small gradients, and one bad row that all replicas skip.
+"""float16 on several replicas: loss scaling for small gradients, and a skipped bad row.
 
     python examples/loss_scaling.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/loss_scaling.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/loss_scaling.py
 
-Trains a model under the "mixed_float16" policy on handwritten digits, with a loss that
-counts 1e-6, so that its gradients are below what float16 holds. Then again with
-`LossScaling`, and with one image of infinities, which one replica meets once in each
-epoch. Prints the accuracies, how many updates were skipped, and the largest difference
-between replicas.
+Trains a "mixed_float16" model on handwritten digits with a loss weight of 1e-6, so its
+gradients underflow in float16. Then trains it again with `LossScaling`, and with one image
+of infinities, on one replica in each epoch. Prints the accuracies, the number of skipped
+updates, and the largest difference between replicas.
 """
 
 import argparse
@@ -32,9 +31,9 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     parser.add_argument("--steps", type=int, default=22, help="steps per epoch")
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
@@ -68,7 +67,7 @@ def main():
     model, _ = trained(images, 1.0)
     unscaled = accuracy(model)
     images[100] = np.inf
-    # 2**24 * 1e-6 is 17: gradients that float16 holds.
+    # 2**24 * 1e-6 is 17: these gradients are in float16's range.
     scaler = ks.AutomaticLossScaler("Backoff", {"scale_max": 2.0**24, "step_window": 50})
     model, replicas = trained(images, scaler)
     difference = replicas.largest_difference(model)

@@ -1,13 +1,13 @@
-"""A model whose Adam state is too large for one replica: divided among them it fits.
+"""Adam state that is too large for one replica fits when it is divided among replicas.
 
     python examples/sharded_state.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/sharded_state.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/sharded_state.py
 
-Adam keeps two numbers per weight. With `--budget` MiB for them on each replica, the
-optimizer is made with `shard_state=True` if that is what it takes; `memory_report()` says
-what each replica then holds. The model learns which of the words in a row comes twice,
-trains for a while, is saved, and goes on from the file.
+Adam keeps two numbers per weight. `--budget` limits them in MiB per replica; if necessary,
+the optimizer uses `shard_state=True`. `memory_report()` shows the state of each replica.
+The model learns the position of the word with the highest score in a row. It trains, is
+saved, and continues training from the file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NUM_WORDS, WIDTH, LENGTH = 8000, 32, 8
 
 
 def compiled(shard_state):
-    # An embedding with nearly all weights, which must be cut for its state to be divided.
+    # Nearly all weights are in one embedding, so its state must be divided.
     embedding = keras.layers.Embedding(NUM_WORDS, WIDTH)
     layers = [
         keras.Input((LENGTH,), dtype="int32"),
@@ -45,11 +45,11 @@ def compiled(shard_state):
 
 
 def rows(number):
-    """Words in a row, each with a favourite place; the label is where one likes it best."""
+    """Rows of words with random scores; the label is the position of the best word."""
     random = np.random.default_rng(0)
     words = random.integers(0, NUM_WORDS, size=(number, LENGTH))
-    liking = random.normal(size=(NUM_WORDS,))
-    return words.astype("int32"), np.argmax(liking[words], axis=1)
+    scores = random.normal(size=(NUM_WORDS,))
+    return words.astype("int32"), np.argmax(scores[words], axis=1)
 
 
 def main():
@@ -59,14 +59,16 @@ def main():
     parser.add_argument(
         "--replicas",
         type=int,
-        help="how many; default: all devices, or all torchrun processes",
+        help="number of replicas (default: all devices, or all torchrun processes)",
     )
     parser.add_argument(
-        "--budget", type=float, default=1.5, help="MiB of optimizer state on each replica"
+        "--budget", type=float, default=1.5, help="MiB of optimizer state per replica"
     )
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="number of updates")
     parser.add_argument(
-        "--file", default=os.path.join(tempfile.gettempdir(), "sharded_state.keras")
+        "--file",
+        default=os.path.join(tempfile.gettempdir(), "sharded_state.keras"),
+        help="file to save the model to",
     )
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
@@ -80,7 +82,7 @@ def main():
         report = model.optimizer.memory_report()
         held = max(held for held in report.held) / 2**20
         if replicas.is_chief:
-            print(f"Whole, the state takes {needed:.2f} MiB of {arguments.budget:.2f}.")
+            print(f"Undivided, the state takes {needed:.2f} MiB of {arguments.budget:.2f}.")
             print(report)
         if held > arguments.budget:
             raise SystemExit(
@@ -92,7 +94,7 @@ def main():
         model.fit(x, y, **fitting, verbose=2 if replicas.is_chief else 0)
         ks.save_model(
             model, arguments.file
-        )  # whole arrays, which fit any number of replicas
+        )  # full-sized arrays, for any number of replicas
         model = keras.saving.load_model(arguments.file)
         history = model.fit(x, y, **fitting, verbose=2 if replicas.is_chief else 0)
         if replicas.is_chief:

@@ -1,4 +1,4 @@
-"""A gradient codec of your own: top-k sparsification with error feedback.
+"""A custom gradient codec: top-k sparsification with error feedback.
 
     python examples/top_k.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/top_k.py --replicas 2
@@ -6,7 +6,7 @@
 
 `TopK` is the whole extension: replicas exchange the largest elements of each gradient, and
 add the rest to their next gradients. Trains on handwritten digits three times from the same
-weights, and prints the loss on digits that were held out.
+weights, and prints the loss on held-out digits.
 """
 
 import argparse
@@ -25,8 +25,8 @@ class TopK(ks.compression.Compression):
     """Sends the largest elements of each gradient, and their positions.
 
     Args:
-        fraction: float in (0, 1]. The part of the elements of each variable that is sent.
-        error_feedback: bool. Whether the rest is added to the next gradients.
+        fraction: float in (0, 1]. The fraction of each variable's elements that is sent.
+        error_feedback: bool. Whether to add the rest to the next gradients.
 
     References:
         Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018.
@@ -66,7 +66,7 @@ class TopK(ks.compression.Compression):
         sizes = ops.where(ops.isfinite(values), ops.abs(values), float("inf"))
         return ops.cast(
             ops.top_k(sizes, count)[1], "int32"
-        )  # NaN first, so all replicas skip
+        )  # NaN has priority, so all replicas skip the update
 
 
 def placed(like, values, positions):
@@ -78,11 +78,11 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, help="how many; default: all there are")
-    parser.add_argument("--epochs", type=int, default=9)
+    parser.add_argument("--replicas", type=int, help="number of replicas (default: all)")
+    parser.add_argument("--epochs", type=int, default=9, help="number of epochs")
     arguments = parser.parse_args()
 
-    from sklearn.datasets import load_digits  # tests of `TopK` go without
+    from sklearn.datasets import load_digits  # tests of `TopK` do not need it
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32")

@@ -1,11 +1,10 @@
-"""From a hand-written DDP loop to CrossShard: both of them, and the weights they end with.
+"""From a custom DDP loop to CrossShard: both loops, and a comparison of their weights.
 
     torchrun --nproc-per-node 2 examples/torch_loop.py
 
-`with_ddp` is the loop as it is written with `DistributedDataParallel` and `torch.optim`;
-`with_cross_shard` is the same training of a Keras model. Both clip the gradient of the
-whole batch. Prints the largest difference between the weights, in units of how far
-weights have moved.
+`with_ddp` is a loop with `DistributedDataParallel` and `torch.optim`. `with_cross_shard` is
+the same training of a Keras model. Both clip the gradient of the whole batch. Prints the
+largest difference between the weights, relative to the distance that they moved.
 """
 
 import argparse
@@ -63,12 +62,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="number of updates")
     arguments = parser.parse_args()
 
     with (
         ks.data_parallel() as replicas
-    ):  # opens the process group, and gives all ranks one seed
+    ):  # opens the process group, and gives all ranks the same seed
         layers = [
             keras.Input((64,)),
             keras.layers.Dense(32, activation="tanh"),

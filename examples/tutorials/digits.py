@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Handwritten digits on four replicas
 #
-# One program trains the same small network twice, on one replica and on four, and ends
-# with the same weights. The cells run in their order, as a script or in any editor that
-# knows `# %%` cells:
+# One program trains the same small network twice, on one replica and on four, with the
+# same final weights. Run the cells in order, as a script or in an editor that supports
+# `# %%` cells:
 #
 # ```sh
 # python examples/tutorials/digits.py                                           # JAX
@@ -11,7 +11,7 @@
 # KERAS_BACKEND=torch torchrun --nproc-per-node 4 examples/tutorials/digits.py
 # ```
 #
-# JAX and TensorFlow make four CPU devices here, so no accelerator is needed. On PyTorch a
+# JAX and TensorFlow use four CPU devices here, so no accelerator is needed. On PyTorch a
 # replica is a process, and `torchrun` starts four.
 
 # %%
@@ -33,7 +33,7 @@ train_labels, test_labels = labels[:1500], labels[1500:]
 # %% [markdown]
 # ## The model
 #
-# Nothing in it knows of replicas. Equal seeds make equal starting weights.
+# The model does not depend on replicas. Equal seeds give equal initial weights.
 
 
 # %%
@@ -59,9 +59,9 @@ def compiled(model, optimizer):
 # %% [markdown]
 # ## Four replicas
 #
-# Two lines make the training data-parallel: the scope in which the model is made and
-# compiled, and `CrossShard` around the optimizer. The scope comes first, because JAX and
-# TensorFlow must not have used their devices before.
+# Two lines make the training data-parallel: the scope around the creation and `compile` of
+# the model, and `CrossShard` around the optimizer. Enter the scope first, because JAX and
+# TensorFlow create their devices at first use.
 
 # %%
 on_torch = keras.config.backend() == "torch"
@@ -70,8 +70,8 @@ with ks.data_parallel(num_replicas=None if on_torch else 4) as replicas:
     model = compiled(build_model(), ks.CrossShard(keras.optimizers.Adam(2e-3)))
 
 # %% [markdown]
-# `fit` gets the whole data and the global batch size. 1500 rows make 23 batches
-# of 64 and one of 28, which is divided among the replicas like the others: 7 rows each.
+# `fit` gets the whole data and the global batch size. 1500 rows make 23 batches of 64 and
+# one batch of 28. Like the others it is divided among the replicas: 7 rows each.
 
 
 # %%
@@ -93,10 +93,10 @@ difference = replicas.largest_difference(model)
 # ## One replica, for comparison
 #
 # The same model with a plain Adam, on all rows. `close()` ends the scope of the four
-# replicas, so that what follows is ordinary Keras.
+# replicas, and the rest of the program is ordinary Keras.
 #
-# On PyTorch each of the four processes trains this model by itself: they do the same
-# work.
+# On PyTorch each of the four processes trains this model independently, with the same
+# result.
 
 # %%
 weights = model.get_weights()
@@ -110,10 +110,10 @@ pairs = zip(weights, alone.get_weights())
 apart = max(float(np.abs(a - b).max()) for a, b in pairs)
 
 # %% [markdown]
-# ## What came out
+# ## Result
 #
-# The replicas' weights are equal to the last bit. Those of one replica differ in the last
-# digits, since sums were taken in another order.
+# The weights of the four replicas are bitwise identical. Those of one replica differ by
+# rounding, because sums have another order.
 
 # %%
 if rank_0:

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A GAN: two optimizers in a custom training loop
 #
-# Two networks train against each other. The generator turns noise into points of the
-# plane, and the discriminator says which points come from the data: a ring. Each has an
-# optimizer of its own, so `fit` does not do; two training steps of `optimize_loss` do, on
-# every backend and on any number of replicas.
+# Two networks train against each other. The generator maps noise to points of the plane.
+# The discriminator classifies points as real (from the data, a ring) or generated. Each
+# network has its own optimizer, so `fit` is not enough. Two training steps of
+# `optimize_loss` train them on every backend and on any number of replicas.
 #
 # ```sh
 # python examples/tutorials/gan.py                                              # JAX
@@ -29,10 +29,10 @@ on_torch = keras.config.backend() == "torch"
 # %% [markdown]
 # ## The data
 #
-# Points near the circle of radius 1, and noise to start from. Every process draws the
-# same numbers, and takes its own part of each batch: a custom loop divides its data
-# itself, with `shard_data` or as here. On JAX and TensorFlow one process has all
-# replicas, and gives each step the rows of all of them.
+# Points near the circle of radius 1, and random noise. Every process draws the same
+# numbers, and takes its own part of each batch: a custom loop divides its data itself,
+# with `shard_data` or as here. On JAX and TensorFlow one process has all replicas, and
+# passes the rows of all of them to each step.
 
 # %%
 random = np.random.default_rng(3)
@@ -49,10 +49,10 @@ def batch(num_rows=128):
 # %% [markdown]
 # ## Two networks, two steps
 #
-# A step is a function of the batch: it runs the loss, computes gradients for the
-# variables in `var_list` and updates them. `on_horovod=True` puts a `CrossShard` around
-# the optimizer, which averages gradients over the replicas. (The name is that of
-# OpenSeq2Seq.)
+# A step is a function of the batch: it computes the loss and the gradients for the
+# variables in `var_list`, and updates them. `on_horovod=True` puts a `CrossShard` around
+# the optimizer to average gradients over the replicas. (OpenSeq2Seq has an argument of
+# this name.)
 
 
 # %%
@@ -68,13 +68,13 @@ with ks.data_parallel(num_replicas=None if on_torch else 2) as replicas:
     generator, discriminator = network(4, 2), network(2, 1)
 
     def discriminator_loss(points, noise):
-        """Data is to be called 1, and what is generated 0."""
+        """Trains the discriminator to return 1 for data and 0 for generated points."""
         made = ops.stop_gradient(generator(noise))
         real, fake = discriminator(points), discriminator(made)
         return error(ops.ones_like(real), real) + error(ops.zeros_like(fake), fake)
 
     def generator_loss(points, noise):
-        """What is generated is to be called 1."""
+        """Trains the generator: the discriminator should return 1 for its points."""
         fake = discriminator(generator(noise))
         return error(ops.ones_like(fake), fake)
 
@@ -101,7 +101,7 @@ rows = slice(replicas.process_id, None, replicas.num_processes)
 
 
 def radii():
-    """Of 512 generated points."""
+    """Distances of 512 generated points from the origin."""
     noise = np.random.default_rng(0).normal(size=(512, 4)).astype("float32")
     return np.linalg.norm(ops.convert_to_numpy(generator(noise)), axis=1)
 
@@ -114,10 +114,10 @@ for _ in range(500):
 after = radii()
 
 # %% [markdown]
-# ## What came out
+# ## Result
 #
-# Generated points were all over the place, and now lie near the ring. Both networks are
-# equal on all replicas.
+# Generated points were scattered over the plane, and now lie near the ring. Both networks
+# are equal on all replicas.
 
 # %%
 differences = [replicas.largest_difference(m) for m in (generator, discriminator)]

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Fine-tuning with LoRA, mixed precision and sharded state
 #
-# KerasHub's own dependencies bring TensorFlow to every backend; for a model without its
-# tokenizers, as here, `pip install --no-deps keras-hub` is enough, and with it
+# KerasHub depends on TensorFlow on every backend. For a model without its tokenizers, as
+# here, install `pip install --no-deps keras-hub`, and in addition
 # `pip install regex tokenizers`.
 #
 # A small vision transformer from KerasHub learns to read upright digits. Then its weights
-# are frozen, and low-rank adapters (LoRA) learn digits that lie on their side, on two
-# replicas, in mixed precision, with half of the optimizer state on each.
+# are frozen, and low-rank adapters (LoRA) learn rotated digits: on two replicas, in mixed
+# precision, with half of the optimizer state on each replica.
 #
 # ```sh
 # python examples/tutorials/lora.py                                             # JAX
@@ -32,15 +32,15 @@ on_torch = keras.config.backend() == "torch"
 images, labels = load_digits(return_X_y=True)
 images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
 on_their_side = images.transpose(0, 2, 1, 3)
-train, test = slice(0, 1472), slice(1472, 1728)  # whole batches of 64, which compile once
+train, test = slice(0, 1472), slice(1472, 1728)  # full batches of 64: one compilation
 
 # %% [markdown]
 # ## A backbone with random weights
 #
-# `ViTBackbone.from_preset(...)` downloads trained weights. This small one is trained
-# below, so that the program needs no network. It cuts an image into 16 patches, and its
-# first output stands for the whole image. Under the policy "mixed_bfloat16" layers
-# compute in bfloat16, and keep their weights in float32.
+# `ViTBackbone.from_preset(...)` downloads trained weights. This program needs no network,
+# so it trains a small one below. The model divides an image into 16 patches, and its first
+# output represents the whole image. Under the "mixed_bfloat16" policy, layers compute in
+# bfloat16 and keep their weights in float32.
 
 
 # %%
@@ -65,7 +65,8 @@ keras.config.set_dtype_policy("mixed_bfloat16")
 # ## The optimizer
 #
 # `shard_state=True` divides Adam's moments among the replicas. With "mixed_float16" on a
-# GPU write `CrossShard(LossScaling(adam), shard_state=True)`: float16 needs a loss scale.
+# GPU use `CrossShard(LossScaling(adam), shard_state=True)`, because float16 needs a loss
+# scale.
 
 
 # %%
@@ -94,11 +95,10 @@ ks.save_model(model, "pretrained.keras")
 # %% [markdown]
 # ## Adapters
 #
-# Fine-tuning starts from the file, as it would from a downloaded one. A model trains on
-# the replicas of the scope in which it is loaded. `enable_lora(4)` freezes the backbone,
-# puts two thin matrices next to the kernels of queries and values, and trains those. The
-# last layer stays trainable. `compile` comes last, since the optimizer needs the new
-# variables.
+# Fine-tuning starts from a saved file, as it would from a downloaded one. A model trains on
+# the replicas of the scope that loads it. `enable_lora(4)` freezes the backbone, adds two
+# low-rank matrices to the kernels of queries and values, and trains these. The last layer
+# stays trainable. Call `compile` last, because the optimizer needs the new variables.
 
 # %%
 with ks.data_parallel(num_replicas=None if on_torch else 2) as replicas:
@@ -110,11 +110,11 @@ model.fit(on_their_side[train], labels[train], batch_size=64, epochs=6, verbose=
 after = accuracy(model, on_their_side)
 
 # %% [markdown]
-# ## What came out
+# ## Result
 #
 # A tenth of the weights was trained, and each replica held half of the optimizer state.
-# All processes call `largest_difference` and `save_model` together. The file is one that
-# plain Keras loads.
+# All processes call `largest_difference` and `save_model` together. Plain Keras can load
+# the file.
 
 # %%
 difference = replicas.largest_difference(model)
