@@ -1,4 +1,4 @@
-"""The tools of TensorFlow 1 and OpenSeq2Seq: towers, clipping by variable, LARC, NovoGrad, `optimize_loss`."""
+"""Tools of TensorFlow 1 and OpenSeq2Seq: towers, norm limits for variables, LARC, NovoGrad, `optimize_loss`."""
 
 from keras_shardopt.classic.larc import LARC
 from keras_shardopt.classic.novograd import NovoGrad

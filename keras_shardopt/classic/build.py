@@ -1,4 +1,4 @@
-"""`build_optimizer`: the optimizer that `optimize_loss` makes of its arguments."""
+"""`build_optimizer`: a chain of optimizers from the arguments of OpenSeq2Seq's `optimize_loss`."""
 
 from __future__ import annotations
 
@@ -37,55 +37,52 @@ def build_optimizer(
     *,
     tf1_defaults: bool = False,
 ) -> keras.optimizers.Optimizer:
-    """An optimizer for `model.compile` with what the arguments ask for around it, in the order that is right.
+    """Build an optimizer, wrapped for clipping, loss scaling, accumulation and several replicas as requested.
 
     The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: accumulate and
-    reduce; unscale and decide whether to skip; clip; update. What is not asked for is left out: with only the first
-    three arguments the result is the Keras optimizer itself.
+    reduce; unscale and decide whether to skip; clip; update. With only the first three arguments, the result is the
+    Keras optimizer itself.
 
     Args:
-        optimizer: the name, class or instance of an optimizer. "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum",
-            "NovoGrad", "RMSProp" and "SGD" take TensorFlow 1's names of parameters as well as Keras'; other names are
-            those of Keras, in any case ("lion", "Nadam").
-        optimizer_params: dict or None. Arguments of its constructor. The dict is left as it is.
-        learning_rate_decay_fn: the learning rate: a float, a `LearningRateSchedule`, a function of the number of
-            updates so far (a scalar tensor of integers), or None for the one in `optimizer_params`, or the
-            optimizer's default.
-        dtype: "mixed" for float16 or bfloat16 weights with float32 master weights in the optimizer. A dtype of
-            floats (default "float32") says that weights are updated in the dtype that they have. (Keras'
-            "mixed_float16" policy has float32 weights, so it is "float32" here.)
+        optimizer: name, class or instance of an optimizer. "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum", "NovoGrad",
+            "RMSProp" and "SGD" accept TensorFlow 1's parameter names in addition to Keras'. Other names are Keras'
+            optimizers, in any case ("lion", "Nadam").
+        optimizer_params: dict or None. Arguments of the optimizer's constructor.
+        learning_rate_decay_fn: the learning rate: float, `LearningRateSchedule`, or function of the number of updates
+            so far (an integer scalar tensor). None: `optimizer_params` or the optimizer's default decides.
+        dtype: "mixed" for float16 or bfloat16 weights with float32 master weights in the optimizer. With a float
+            dtype (default "float32"), weights are updated in their own dtype. Use "float32" for Keras' "mixed_float16"
+            policy, because its weights are float32.
         clip_gradients: float > 0 or None. The largest global norm; see `GradientClipping`.
-        larc_params: dict or None. The arguments of `LARC`: `larc_eta`, and perhaps `larc_mode`, `min_update`,
-            `epsilon`.
+        larc_params: dict or None. Arguments of `LARC`: `larc_eta`, and optionally `larc_mode`, `min_update`, `epsilon`.
         loss_scaling: 1.0 (default) for none; a number for a static scale; "Backoff", "LogMax" or an
-            `AutomaticLossScaler` for a scale that changes, and steps that overflow skipped.
-        loss_scaling_params: dict or None. Those of the algorithm that `loss_scaling` names.
-        iter_size: int >= 1. How many calls make an update, of the mean of their gradients. More than 1 brings a
-            `CrossShard`, which is where gradients are accumulated; so they are also reduced where there are several
-            replicas, once per update.
-        cross_shard: bool, or a dict of arguments of `CrossShard`. Whether gradients are those of all replicas.
-        tf1_defaults: bool. True gives the eight names above TensorFlow 1's defaults, and its update rules:
+            `AutomaticLossScaler` for a dynamic scale that skips updates that overflow.
+        loss_scaling_params: dict or None. Parameters of the algorithm in `loss_scaling`.
+        iter_size: int >= 1. Calls per update; an update uses the mean of their gradients. A value above 1 adds a
+            `CrossShard`, so gradients are also averaged over replicas, once per update.
+        cross_shard: bool, or a dict of arguments of `CrossShard`. Whether to average gradients over replicas.
+        tf1_defaults: bool. True selects TensorFlow 1's defaults and update rules for the eight names above:
 
             | name | Keras (False) | TensorFlow 1 (True) |
             |---|---|---|
             | "Adam", "AdamW" | `epsilon` 1e-7 | 1e-8 |
             | "Adagrad" | `epsilon` 1e-7 | 0 |
-            | "AdamW" | `weight_decay` 0.004 | must be given |
-            | "Momentum" | the rate is folded into the momentum | it multiplies the momentum |
+            | "AdamW" | `weight_decay` 0.004 | required |
+            | "Momentum" | the momentum includes the rate | the rate multiplies the momentum |
             | "RMSProp" | mean of squares starts at 0, `epsilon` 1e-7 | at 1, 1e-10 |
             | "Ftrl", "SGD", "NovoGrad" | | the same |
 
-            Other names, also these in another case, are refused with True; classes stay as they are.
-            "Momentum" needs `momentum` in either case. `use_locking` is accepted with True, and means nothing.
+            With True, other names and other spellings ("adam") raise ValueError. Classes are not affected.
+            "Momentum" always requires `momentum`. `use_locking` is accepted with True, and has no effect.
 
     Returns:
         A `keras.optimizers.Optimizer`.
 
     Raises:
-        ValueError: if a name is unknown; if `clip_gradients` and `larc_params` are both given (which OpenSeq2Seq
-            refused too); if a number is out of range; if `larc_params` lack `larc_eta` or hold something else.
-        TypeError: if an argument has the wrong type; if `optimizer_params` hold something that the optimizer does not
-            take, lack what it needs, or hold a `learning_rate` next to `learning_rate_decay_fn`.
+        ValueError: if a name is unknown, a number is out of range, `clip_gradients` and `larc_params` are combined, or
+            `larc_params` lack `larc_eta` or have unknown keys.
+        TypeError: if an argument has the wrong type; if `optimizer_params` have unknown keys, lack a required key, or
+            repeat the learning rate of `learning_rate_decay_fn`.
 
     Example:
         >>> import keras_shardopt as ks
@@ -100,17 +97,16 @@ def build_optimizer(
         CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=...
 
     References:
-        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. There "AdamW" by name multiplied the caller's `weight_decay`
-        by the rate, in the dict; the decay of `keras.optimizers.AdamW` is multiplied by the rate anyway, by name or
-        class. A scale for weights that are not "mixed" was reported and not used there; here it is used.
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It multiplied `weight_decay` of "AdamW" by the rate, in the
+        caller's dict; here `keras.optimizers.AdamW` does so. It ignored a static scale unless weights were "mixed".
     """
     install("optimizers")
     if clip_gradients is not None and larc_params is not None:
         raise _Conflict(
-            "`clip_gradients` and `larc_params` cannot be used together: both decide how long a gradient is. "
-            f"Received: clip_gradients={clip_gradients!r}, larc_params={larc_params!r}. Leave one out."
+            "`clip_gradients` and `larc_params` cannot be used together, because both rescale gradients. "
+            f"Received: clip_gradients={clip_gradients!r}, larc_params={larc_params!r}. Remove one of them."
         )
-    keeps_masters = _keeps_masters(dtype)
+    keeps_master_weights = _keeps_master_weights(dtype)
     iter_size = check.integer("iter_size", iter_size)
     check.flag("tf1_defaults", tf1_defaults)
     scale = _scale(loss_scaling, loss_scaling_params)
@@ -120,7 +116,7 @@ def build_optimizer(
         built = GradientClipping(built, clip_gradients)
     if larc_params is not None:
         built = LARC(built, **_checked_larc_params(larc_params))
-    if keeps_masters:
+    if keeps_master_weights:
         built = MixedPrecision(built, scale)
     elif scale is not None:
         built = LossScaling(built, scale)
@@ -128,7 +124,6 @@ def build_optimizer(
 
 
 def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) -> dict[str, Any]:
-    """The arguments of `CrossShard`."""
     if not isinstance(cross_shard, (bool, Mapping)):
         raise TypeError(
             "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
@@ -141,20 +136,20 @@ def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) 
     if iter_size > 1:
         if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
             raise ValueError(
-                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` are the same. "
-                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Give one."
+                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` must be the same. "
+                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Pass one of them."
             )
         arguments["gradient_accumulation_steps"] = iter_size
     return arguments
 
 
 class _Conflict(ValueError, AttributeError):
-    """Two arguments that exclude each other. An AttributeError too, which is what OpenSeq2Seq raised."""
+    """Error for arguments that exclude each other. OpenSeq2Seq raised AttributeError."""
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class _FunctionOfStep(keras.optimizers.schedules.LearningRateSchedule):
-    """A function of the number of updates so far as a schedule."""
+    """Schedule that calls a function of the number of updates so far."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -174,36 +169,36 @@ def _learning_rate(given: Any) -> Any:
     if given is None or isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
         return given
     if not callable(given):
-        fix = "Or give a `LearningRateSchedule` or a function of the number of updates."
+        fix = "Or pass a `LearningRateSchedule` or a function of the number of updates."
         return check.number("learning_rate_decay_fn", given, fix=fix)
     try:
         inspect.signature(given).bind(0)
     except TypeError:
-        return given  # without arguments, as Keras has them
+        return given  # Keras calls functions without arguments
     return _FunctionOfStep(given)
 
 
-def _keeps_masters(dtype: Any) -> bool:
+def _keeps_master_weights(dtype: Any) -> bool:
     if isinstance(dtype, str) and dtype == "mixed":
         return True
     try:
         name = keras.backend.standardize_dtype(dtype)
-    except Exception:  # Keras asks what it is given all sorts of things
+    except Exception:  # Keras raises several types of errors for invalid dtypes
         name = ""
     if "float" not in name or dtype is None:
-        raise ValueError(f'`dtype` must be "mixed" or a dtype of floats. Received: dtype={dtype!r}')
+        raise ValueError(f'`dtype` must be "mixed" or a float dtype. Received: dtype={dtype!r}')
     return False
 
 
 def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
-    """A number, a scaler, or None where nothing is scaled."""
+    """Return a number, an `AutomaticLossScaler`, or None for no scaling."""
     if isinstance(loss_scaling, str):
         if loss_scaling.strip().lower() not in ("backoff", "logmax"):
             raise ValueError(
                 f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
             )
         return AutomaticLossScaler(loss_scaling, params)
-    # In the original, params next to a number were left unread.
+    # The original ignored params if `loss_scaling` was a number.
     is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
     if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
         raise TypeError(
@@ -212,8 +207,9 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
         )
     if params is not None and not is_number:
         raise ValueError(
-            "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
-            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. Leave them out."
+            "`loss_scaling_params` cannot be combined with an `AutomaticLossScaler`. "
+            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. "
+            "Pass them to the constructor of the `AutomaticLossScaler`."
         )
     return None if is_number and loss_scaling == 1 else loss_scaling
 
@@ -225,6 +221,7 @@ def _checked_larc_params(params: Any) -> dict[str, Any]:
     unknown = [name for name in params if name not in known]
     if unknown or "larc_eta" not in params:
         raise ValueError(
-            f"`larc_params` must hold `larc_eta`, and nothing but {known}. Received: larc_params={dict(params)!r}"
+            f"`larc_params` must have the key `larc_eta`, and no keys but {known}. "
+            f"Received: larc_params={dict(params)!r}"
         )
     return dict(params)

@@ -1,4 +1,4 @@
-"""LARC: a learning rate for each variable, in proportion to its norm."""
+"""LARC: layer-wise learning rates, proportional to the norms of variables."""
 
 from __future__ import annotations
 
@@ -27,44 +27,43 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LARC(OptimizerWrapper):
-    r"""Layer-wise adaptive rate control: scales each gradient by the norm of its variable over its own norm.
+    r"""Layer-wise adaptive rate control: scales each gradient by the ratio of its variable's norm to its own.
 
-    With $w$ a variable and $g$ its gradient, $\eta$ = `larc_eta`, $\epsilon$ = `epsilon`, $m$ = `min_update` and
-    $\lambda$ the learning rate of this update, the inner optimizer sees $r \cdot g$, where
+    For a variable $w$ with gradient $g$, $\eta$ = `larc_eta`, $\epsilon$ = `epsilon`, $m$ = `min_update` and the
+    learning rate $\lambda$ of this update, the inner optimizer receives $r \cdot g$:
 
     - `"clip"`: $r = \min\left(1,\ \max\left(
-      \frac{\eta \lVert w \rVert}{\lambda (\lVert g \rVert + \epsilon)},\ m\right)\right)$, which makes
-      $\min(\lambda,\ \eta \lVert w \rVert / \lVert g \rVert)$ of the rate;
-    - `"scale"`: $r = \max\left(\frac{\eta \lVert w \rVert}{\lVert g \rVert + \epsilon},\ m\right)$, which makes
-      $\lambda \eta \lVert w \rVert / \lVert g \rVert$ of it (LARS).
+      \frac{\eta \lVert w \rVert}{\lambda (\lVert g \rVert + \epsilon)},\ m\right)\right)$. The effective rate is
+      $\min(\lambda,\ \eta \lVert w \rVert / \lVert g \rVert)$.
+    - `"scale"`: $r = \max\left(\frac{\eta \lVert w \rVert}{\lVert g \rVert + \epsilon},\ m\right)$. The effective
+      rate is $\lambda \eta \lVert w \rVert / \lVert g \rVert$ (LARS).
 
-    A variable whose norm is 0, as a bias that was just initialised, keeps its plain gradient: $r = 1$. So does every
-    variable in clip mode while $\lambda = 0$. Norms and products are taken in float32, one norm per variable, and the
-    result has the dtype of the variable. None gradients stay None. Sparse ones (`tf.IndexedSlices`) become dense, the
-    rows listed twice summed. An infinite gradient stays infinite, so that a finite check further inside sees it (with
-    `min_update=0` it becomes NaN where it is infinite, and 0 elsewhere).
+    If the norm of a variable is 0, as for a new bias, $r = 1$. In clip mode, $r = 1$ also while $\lambda = 0$.
+    $\lambda$ is read before the update, from the innermost optimizer of the variable (also inside a
+    `MultiOptimizer`), so schedules and `LearningRateScheduler` apply.
 
-    $\lambda$ is that of the innermost optimizer for the variable (also one in a `MultiOptimizer`), read before the
-    update, so that a schedule and `LearningRateScheduler` are followed. The gradients should be global: put LARC
-    inside `CrossShard`. If the inner optimizer accumulates (its `gradient_accumulation_steps`), the gradient of each
-    micro-batch is scaled by itself, before it is added. Before Adam, which divides by the gradient's size, the factor
-    mostly cancels.
+    Norms and products use float32, and the result has the dtype of the variable. None gradients stay None. Sparse
+    gradients (`tf.IndexedSlices`) become dense. An infinite gradient stays infinite for finite checks of inner
+    wrappers. (With `min_update=0`, infinite elements become NaN, and the others 0.)
+
+    Use LARC inside `CrossShard`, because norms must be those of global gradients. If the inner optimizer accumulates
+    (`gradient_accumulation_steps`), LARC scales each micro-batch's gradient. With Adam the factor mostly cancels,
+    because Adam divides by the gradient's size.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one; usually SGD with momentum.
+        inner_optimizer: a `keras.optimizers.Optimizer`, its name or config; usually SGD with momentum.
         larc_eta: float > 0. The trust coefficient, for example 0.001 to 0.02.
         larc_mode: "clip" (default) or "scale".
-        min_update: float >= 0. The smallest factor $r$.
-        epsilon: float > 0. Keeps a gradient of zeros from dividing by 0.
-        faithful: bool. True follows OpenSeq2Seq also where the norm of the variable is 0 (the gradient is then
-            multiplied by `min_update`, so that the variable hardly ever leaves 0, and is NaN if $\lambda = 0$ in clip
-            mode), and rounds $r$ to the dtype of the variable before multiplying.
-        name: str or None. None makes a name of the class name.
+        min_update: float >= 0. The smallest factor $r$. Default 1e-7.
+        epsilon: float > 0. Prevents a division by 0 if the gradient is 0. Default 1e-7.
+        faithful: bool. True reproduces OpenSeq2Seq for variables of norm 0: $r$ is `min_update`, so these hardly ever
+            leave 0, and NaN in clip mode with $\lambda = 0$. It also rounds $r$ to the dtype of the variable first.
+        name: str or None. None derives a name from the class.
 
     Raises:
-        TypeError: if a number is not one.
-        ValueError: if `larc_mode` is unknown or a number out of range; if a `CrossShard` is inside, because norms
-            would be those of one replica's gradients.
+        TypeError: if a number has the wrong type.
+        ValueError: if `larc_mode` is unknown, a number is out of range, or a `CrossShard` is inside, because norms
+            would then be those of one replica's gradients.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -108,7 +107,7 @@ class LARC(OptimizerWrapper):
         self.faithful = faithful
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Scales each gradient on its own."""
+        """Scale each gradient by its factor."""
         result = list(grads)
         scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
         wide = [self._wide(grads[i], variables[i]) for i in scaled]
@@ -121,14 +120,14 @@ class LARC(OptimizerWrapper):
         return result
 
     def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
-        """The factor $r$ for a gradient that arrives here: a scalar tensor in float32 (float64 of float64)."""
+        """Return the factor $r$ for an incoming gradient: a scalar tensor in float32 (float64 for float64)."""
         return self._ratios([self._wide(grad, variable)], [variable])[0]
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
         return in_float32(dense(grad, variable))
 
     def _ratios(self, wide: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
-        """The factor of each gradient. Those of a dtype are computed together, as one vector."""
+        """Return the factor of each gradient, computed as one vector per dtype."""
         factors: list[Any] = [None] * len(wide)
         for dtype in dict.fromkeys(map(dtype_of, wide)):
             members = [i for i, grad in enumerate(wide) if dtype_of(grad) == dtype]
@@ -148,7 +147,7 @@ class LARC(OptimizerWrapper):
         return factor if self.faithful else ones_where(variable_norm == 0, factor)
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
-        """The learning rate of each variable, or of all."""
+        """Return a vector with each variable's learning rate, or a scalar if all are equal."""
         found = base_optimizers(self)
         leaves = found if len(found) == 1 else [leaf_of(self, variable) for variable in variables]
         rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}

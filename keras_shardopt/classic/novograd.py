@@ -1,9 +1,9 @@
-"""NovoGrad: momentum of gradients that are normalised layer by layer.
+"""NovoGrad: momentum of layer-wise normalized gradients.
 
 Private names of Keras touched here (test_novograd.py holds each of them):
-    `Optimizer._apply_weight_decay` - Keras' own decay, which is switched off.
-    `Optimizer._use_weight_decay` - whether a variable was named to `exclude_from_weight_decay`.
-    `Optimizer._get_variable_index` - the position of a variable among those the optimizer was built on.
+    `Optimizer._apply_weight_decay` - Keras' weight decay, disabled here.
+    `Optimizer._use_weight_decay` - False for variables passed to `exclude_from_weight_decay`.
+    `Optimizer._get_variable_index` - the position of a variable in the optimizer.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from keras_shardopt.wrapping.slots import SlotAccess, slot_prefix
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
-    r"""Stochastic gradient descent with layer-wise normalised gradients and decoupled weight decay.
+    r"""Stochastic gradient descent with layer-wise normalized gradients and decoupled weight decay.
 
-    For each variable $w$ with gradient $g_t$, with $\beta_1$ = `beta1`, $\beta_2$ = `beta2`, $\epsilon$ = `epsilon`,
-    $d$ = `weight_decay` and $\lambda_t$ the learning rate:
+    For each variable $w$ with gradient $g_t$, $\beta_1$ = `beta1`, $\beta_2$ = `beta2`, $\epsilon$ = `epsilon`,
+    $d$ = `weight_decay` and the learning rate $\lambda_t$:
 
-    - $v_1 = \lVert g_1 \rVert^2$, and then $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \lVert g_t \rVert^2$: one number for
-      the whole variable;
-    - $m_t = \beta_1 m_{t-1} + \left(\frac{g_t}{\sqrt{v_t} + \epsilon} + d\, w_t\right)$ with $m_0 = 0$, the bracket
-      times $1 - \beta_1$ if `grad_averaging`;
+    - $v_1 = \lVert g_1 \rVert^2$, then $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \lVert g_t \rVert^2$, a scalar per
+      variable;
+    - $m_t = \beta_1 m_{t-1} + \left(\frac{g_t}{\sqrt{v_t} + \epsilon} + d\, w_t\right)$ with $m_0 = 0$. With
+      `grad_averaging`, the bracket is multiplied by $1 - \beta_1$;
     - $w_{t+1} = w_t - \lambda_t m_t$.
 
-    $v$ starts at the first gradient of the variable that is not zero. The state of a variable is "momentum" ($m$, of
-    its shape and dtype) and "second_moment" ($v$, a float32 scalar; float64 for a float64 variable); `get_slot` gives
-    it. Sparse gradients (`tf.IndexedSlices`) are made dense first.
-
-    The update is not element by element, so the state cannot be cut into slices of a variable.
+    $v$ starts at the first nonzero gradient. `get_slot` returns the state of a variable: "momentum" ($m$, with the
+    variable's shape and dtype) and "second_moment" ($v$, a float32 scalar, or float64 for float64 variables). Sparse
+    gradients (`tf.IndexedSlices`) become dense. Because the update is not element-wise, sharding cannot split the
+    state of a variable.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 1.0.
         beta1: float in [0, 1). Default 0.95.
         beta2: float in [0, 1). Default 0.98.
         epsilon: float >= 0. Default 1e-8.
-        weight_decay: float >= 0, or None for none. Default 0.0. It enters the momentum, and is not multiplied by the
-            rate first. Variables named to `exclude_from_weight_decay` have none.
+        weight_decay: float >= 0 or None. Default 0.0. Added to the momentum ($d$). Variables passed to
+            `exclude_from_weight_decay` do not decay.
         grad_averaging: bool. Default False.
-        faithful: bool. True follows OpenSeq2Seq's class in what it really does: it never stores $v$, so that `beta2`
-            has no effect and each gradient is divided by $\sqrt{\lVert g_t \rVert^2 + \epsilon}$, its own norm.
-        clipnorm: see `keras.optimizers.Optimizer`, as all that follow.
+        faithful: bool. True reproduces a bug of OpenSeq2Seq, which never stores $v$: `beta2` has no effect, and
+            each gradient is divided by $\sqrt{\lVert g_t \rVert^2 + \epsilon}$. Default False.
+        clipnorm: float or None. For this and the arguments below see `keras.optimizers.Optimizer`.
         clipvalue: float or None.
         global_clipnorm: float or None.
         use_ema: bool.
@@ -61,20 +60,20 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
 
     Raises:
         TypeError: if `beta1`, `beta2`, `epsilon` or `weight_decay` is not a number.
-        ValueError: if one is out of range.
+        ValueError: if a number is out of range.
 
     Example:
         >>> import keras, keras_shardopt as ks
         >>> weight = keras.Variable([1.0, 2.0])
         >>> optimizer = ks.NovoGrad(learning_rate=0.1)
         >>> gradient = keras.ops.convert_to_tensor([30.0, 40.0])
-        >>> optimizer.apply([gradient], [weight])  # (0.6, 0.8) when normalised
+        >>> optimizer.apply([gradient], [weight])  # normalized: (0.6, 0.8)
         >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
         [0.94, 1.92]
 
     References:
         Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
-        2019, algorithm 1. OpenSeq2Seq's `NovoGrad`, whose running average is never stored: see `faithful`.
+        2019, algorithm 1. OpenSeq2Seq's `NovoGrad`; see `faithful` for the difference.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
         for argument, given in flags.items():
             check.flag(argument, given)
-        # What Keras accepts unchecked, and fails on in the first update or never.
+        # Keras does not check these. Invalid values fail in the first update, or never.
         limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
         for argument, value in limits.items():
             if value is not None:
@@ -138,7 +137,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         self.faithful = faithful
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates momentum and second moment of each variable. Building again changes nothing."""
+        """Create momentum and second moment of each variable."""
         if self.built:
             return
         super().build(variables)
@@ -147,35 +146,35 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
 
     def _add_second_moment(self, variable: Variable) -> Variable:
         dtype = "float64" if dtype_of(variable) == "float64" else "float32"
-        # Named as `add_optimizer_variables` names, so that it is found as a slot of the variable.
+        # The name follows `add_optimizer_variables`, because slots are found by name.
         return self.add_variable((), dtype=dtype, name=f"{slot_prefix(variable)}second_moment")
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Any) -> None:
-        """Updates one variable and its state."""
+        """Update a variable and its state."""
         index = self._get_variable_index(variable)
         momentum, second_moment = self._momentums[index], self._second_moments[index]
         grad = in_float32(dense(gradient, variable))
         square = ops.cast(ops.sum(ops.square(grad)), dtype_of(second_moment))
         if self.faithful:
-            normalised = grad / ops.cast(ops.sqrt(square + self.epsilon), grad.dtype)
+            normalized = grad / ops.cast(ops.sqrt(square + self.epsilon), grad.dtype)
         else:
             before = ops.convert_to_tensor(second_moment)
             average = self.beta2 * before + (1 - self.beta2) * square
             average = ops.where(before == 0, square, average)
             self.assign(second_moment, average)
-            # A gradient of zeros stays one, also with epsilon 0.
+            # A zero gradient stays zero, also if epsilon is 0.
             divisor = ops.cast(ops.sqrt(average) + self.epsilon, grad.dtype)
-            normalised = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
+            normalized = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
         if self.weight_decay and self._use_weight_decay(variable):
-            normalised = normalised + self.weight_decay * in_float32(variable)
+            normalized = normalized + self.weight_decay * in_float32(variable)
         if self.grad_averaging:
-            normalised = (1 - self.beta1) * normalised
-        moved = self.beta1 * in_float32(momentum) + ops.cast(normalised, in_float32(momentum).dtype)
+            normalized = (1 - self.beta1) * normalized
+        moved = self.beta1 * in_float32(momentum) + ops.cast(normalized, in_float32(momentum).dtype)
         self.assign(momentum, ops.cast(moved, dtype_of(momentum)))
         self.assign_sub(variable, ops.cast(ops.cast(learning_rate, moved.dtype) * moved, dtype_of(variable)))
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        # Keras would take `weight_decay * learning_rate` of the weights as well.
+        # Keras would also subtract `weight_decay * learning_rate * weights`.
         del variables
 
     def get_config(self) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def _checked_rate(learning_rate: Any) -> Any:
             return keras.optimizers.schedules.deserialize(learning_rate)
         except Exception as error:
             raise ValueError(
-                "`learning_rate` must be the config of a schedule, where it is a dict. "
+                "If `learning_rate` is a dict, it must be the config of a schedule. "
                 f"Received: learning_rate={learning_rate!r}"
             ) from error
     return learning_rate

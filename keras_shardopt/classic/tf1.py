@@ -1,11 +1,9 @@
-"""Optimizers by the names and with the parameters of TensorFlow 1, and two update rules that only it had.
-
-Hides how TensorFlow 1's names, parameters and defaults become those of Keras.
+"""TensorFlow 1's optimizer names, parameters and defaults in terms of Keras, and two update rules of TensorFlow 1.
 
 Private names of Keras touched here (test_build_optimizer.py holds each of them):
-    `Optimizer._get_variable_index` - the position of a variable among those the optimizer was built on.
-    `SGD.momentums` - its slots, which the base class makes.
-    `RMSprop.add_optimizer_variables(..., "velocity")` - the name by which it makes its mean of squares.
+    `Optimizer._get_variable_index` - the position of a variable in the optimizer.
+    `SGD.momentums` - the momentum slots, created by the base class.
+    `RMSprop.add_optimizer_variables(..., "velocity")` - the name of its mean of squares.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class TF1Momentum(keras.optimizers.SGD):
-    r"""Momentum as in TensorFlow 1: the rate multiplies the momentum, and is not folded into it.
+    r"""SGD with TensorFlow 1's momentum: the rate multiplies the momentum instead of being part of it.
 
     With gradient $g$, $\mu$ = `momentum` and the rate $\lambda$: $m \leftarrow \mu m + g$ and
     $w \leftarrow w - \lambda m$, or with `nesterov` $w \leftarrow w - \lambda (g + \mu m)$. `keras.optimizers.SGD`
-    keeps $\mu m + \lambda g$ instead: the same for a constant rate, another path as soon as the rate changes.
+    keeps $\mu m + \lambda g$ instead, with the same updates as long as the rate is constant.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 0.01.
@@ -41,7 +39,7 @@ class TF1Momentum(keras.optimizers.SGD):
         >>> weight = keras.Variable(1.0)
         >>> optimizer = TF1Momentum(learning_rate=0.5)
         >>> optimizer.apply([keras.ops.convert_to_tensor(1.0)], [weight])
-        >>> optimizer.learning_rate = 0.0  # Keras' SGD would go on with the momentum it has
+        >>> optimizer.learning_rate = 0.0  # the momentum of Keras' SGD would still move the weight
         >>> optimizer.apply([keras.ops.convert_to_tensor(1.0)], [weight])
         >>> float(keras.ops.convert_to_numpy(weight))
         0.5
@@ -56,7 +54,7 @@ class TF1Momentum(keras.optimizers.SGD):
         super().__init__(learning_rate, momentum, nesterov, **arguments)
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Any) -> None:
-        """Updates one variable and its momentum."""
+        """Update a variable and its momentum."""
         if not self.momentum:
             super().update_step(gradient, variable, learning_rate)
             return
@@ -71,12 +69,12 @@ class TF1Momentum(keras.optimizers.SGD):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class TF1RMSProp(keras.optimizers.RMSprop):
-    r"""RMSProp as in TensorFlow 1: the mean of squares starts at 1, so that the first updates are not the largest.
+    r"""RMSProp of TensorFlow 1: the mean of squares starts at 1, which keeps the first updates small.
 
     With gradient $g$, $\rho$ = `rho`, $\mu$ = `momentum`, $\epsilon$ = `epsilon` and the rate $\lambda$:
     $v \leftarrow \rho v + (1 - \rho) g^2$ with $v_0 = 1$, then
-    $m \leftarrow \mu m + \lambda g / \sqrt{v + \epsilon}$ and $w \leftarrow w - m$; if `centered`, the square of a
-    running mean of $g$ is taken from $v$ under the root. `keras.optimizers.RMSprop` is the same with $v_0 = 0$.
+    $m \leftarrow \mu m + \lambda g / \sqrt{v + \epsilon}$ and $w \leftarrow w - m$. If `centered`, the root subtracts
+    the square of a running mean of $g$ from $v$. `keras.optimizers.RMSprop` is the same with $v_0 = 0$.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 0.001.
@@ -110,40 +108,38 @@ class TF1RMSProp(keras.optimizers.RMSprop):
         super().__init__(learning_rate, rho, momentum, epsilon, centered, **arguments)
 
     def add_optimizer_variables(self, trainable_variables: Sequence[Variable], name: Any, **arguments: Any) -> Any:
-        """As in Keras, with ones in the mean of squares."""
+        """Initialize the mean of squares with ones."""
         if name == "velocity":
             arguments["initializer"] = "ones"
         return super().add_optimizer_variables(trainable_variables, name, **arguments)
 
 
 class _Row(NamedTuple):
-    """An optimizer of TensorFlow 1, in terms of Keras."""
+    """An optimizer name of TensorFlow 1."""
 
-    made_by: Any
-    """The Keras class, with Keras' defaults."""
+    keras_class: Any
 
-    tf1_made_by: Any
+    tf1_class: Any
     """The class with TensorFlow 1's update rule."""
 
     tf1_defaults: dict[str, Any]
-    """Its defaults, where they are not those of `made_by`."""
+    """Defaults of TensorFlow 1 that differ from Keras'."""
 
     required: tuple[str, ...] = ()
-    """What must be given, as there."""
+    """Parameters without a default in TensorFlow 1."""
 
 
-_o = keras.optimizers
 _ROWS = {
-    "Adagrad": _Row(_o.Adagrad, _o.Adagrad, {"epsilon": 0.0}),
-    "Adam": _Row(_o.Adam, _o.Adam, {"epsilon": 1e-8}),
-    "AdamW": _Row(_o.AdamW, _o.AdamW, {"epsilon": 1e-8}, ("weight_decay",)),
-    "Ftrl": _Row(_o.Ftrl, _o.Ftrl, {}),
-    "Momentum": _Row(_o.SGD, TF1Momentum, {}, ("momentum",)),
+    "Adagrad": _Row(keras.optimizers.Adagrad, keras.optimizers.Adagrad, {"epsilon": 0.0}),
+    "Adam": _Row(keras.optimizers.Adam, keras.optimizers.Adam, {"epsilon": 1e-8}),
+    "AdamW": _Row(keras.optimizers.AdamW, keras.optimizers.AdamW, {"epsilon": 1e-8}, ("weight_decay",)),
+    "Ftrl": _Row(keras.optimizers.Ftrl, keras.optimizers.Ftrl, {}),
+    "Momentum": _Row(keras.optimizers.SGD, TF1Momentum, {}, ("momentum",)),
     "NovoGrad": _Row(NovoGrad, NovoGrad, {}),
-    "RMSProp": _Row(_o.RMSprop, TF1RMSProp, {}),
-    "SGD": _Row(_o.SGD, _o.SGD, {}),
+    "RMSProp": _Row(keras.optimizers.RMSprop, TF1RMSProp, {}),
+    "SGD": _Row(keras.optimizers.SGD, keras.optimizers.SGD, {}),
 }
-# TensorFlow 1's names of parameters that Keras names otherwise.
+# Keras' names of TensorFlow 1's parameters.
 _RENAMED = {
     "Adam": {"beta1": "beta_1", "beta2": "beta_2"},
     "AdamW": {"beta1": "beta_1", "beta2": "beta_2"},
@@ -152,33 +148,33 @@ _RENAMED = {
 }
 
 NAMES = tuple(_ROWS)
-"""The names that OpenSeq2Seq knew, and NovoGrad."""
+"""The names that `build_optimizer` accepts with `tf1_defaults=True`: OpenSeq2Seq's, and NovoGrad."""
 
 
 def make_optimizer(
     optimizer: Any, params: Mapping[str, Any] | None, learning_rate: Any = None, tf1_defaults: bool = False
 ) -> Any:
-    """An optimizer by name, class or instance. See `keras_shardopt.build_optimizer`."""
+    """Create an optimizer. See `keras_shardopt.build_optimizer`."""
     if params is not None and not isinstance(params, Mapping):
         raise TypeError(f"`optimizer_params` must be a dict or None. Received: optimizer_params={params!r}")
     arguments = dict(params or {})
     if isinstance(optimizer, keras.optimizers.Optimizer):
         if arguments or learning_rate is not None:
             raise ValueError(
-                "`optimizer_params` and `learning_rate_decay_fn` belong to the name or class of an optimizer. "
-                f"Received: optimizer={optimizer!r}, which is made already. Give them to its constructor."
+                "`optimizer_params` and `learning_rate_decay_fn` require the name or class of an optimizer. "
+                f"Received: the instance optimizer={optimizer!r}. Pass them to its constructor."
             )
         return optimizer
     if learning_rate is not None and "learning_rate" in arguments:
         raise TypeError(
-            "`learning_rate` must be given once. Received: `learning_rate_decay_fn`, and `learning_rate` in "
-            f"`optimizer_params`: {arguments!r}. Leave it out of `optimizer_params`."
+            "The learning rate must be passed only once. Received: `learning_rate_decay_fn`, and `learning_rate` in "
+            f"`optimizer_params`: {arguments!r}. Remove it from `optimizer_params`."
         )
     if learning_rate is not None:
         arguments["learning_rate"] = learning_rate
     if isinstance(optimizer, type):
         if not issubclass(optimizer, keras.optimizers.Optimizer):
-            raise TypeError(f"`optimizer` must be a class of Keras optimizers. Received: optimizer={optimizer!r}")
+            raise TypeError(f"`optimizer` must be a Keras optimizer class. Received: optimizer={optimizer!r}")
         return _of_class(optimizer, arguments)
     if not isinstance(optimizer, str):
         raise TypeError(
@@ -194,45 +190,48 @@ def _class_named(optimizer: str, tf1_defaults: bool) -> Any:
     kinds = {name.lower(): kind for name, kind in vars(keras.optimizers).items() if _is_optimizer(kind)}
     if optimizer.lower() not in kinds:
         raise ValueError(
-            f"`optimizer` must be one of {list(NAMES)}, or the name of an optimizer of Keras. "
+            f"`optimizer` must be one of {list(NAMES)}, or the name of a Keras optimizer. "
             f"Received: optimizer={optimizer!r}"
         )
     if tf1_defaults:
         raise ValueError(
-            f"`tf1_defaults=True` is for {list(NAMES)}, written like this. Received: optimizer={optimizer!r}, which is "
-            f"{kinds[optimizer.lower()].__name__} of Keras. Leave `tf1_defaults` out, or take one of those names."
+            f"`tf1_defaults=True` requires one of the names {list(NAMES)}. Received: optimizer={optimizer!r}, the name "
+            f"of Keras' {kinds[optimizer.lower()].__name__}. Remove `tf1_defaults`, or use one of these names."
         )
     return kinds[optimizer.lower()]
 
 
 def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:
     row = _ROWS[name]
-    for theirs, ours in _RENAMED.get(name, {}).items():
-        if theirs in arguments and ours in arguments:
-            raise TypeError(f"`{theirs}` and `{ours}` are the same for {name!r}. Received: {arguments!r}. Give one.")
-        if theirs in arguments:
-            arguments[ours] = arguments.pop(theirs)
+    for tf1_name, keras_name in _RENAMED.get(name, {}).items():
+        if tf1_name in arguments and keras_name in arguments:
+            raise TypeError(
+                f"`{tf1_name}` and `{keras_name}` are the same parameter of {name!r}. Received: {arguments!r}. "
+                "Pass one of them."
+            )
+        if tf1_name in arguments:
+            arguments[keras_name] = arguments.pop(tf1_name)
     missing = [parameter for parameter in row.required if parameter not in arguments]
     if missing and (tf1_defaults or name == "Momentum"):
         raise TypeError(
-            f"`optimizer_params` of {name!r} must hold {missing}. Received: {arguments!r}. "
+            f"`optimizer_params` of {name!r} must have the keys {missing}. Received: {arguments!r}. "
             f"Use for example `optimizer_params={{{missing[0]!r}: {0.9 if name == 'Momentum' else 0.01}}}`."
         )
-    made_by = row.tf1_made_by if tf1_defaults else row.made_by
+    kind = row.tf1_class if tf1_defaults else row.keras_class
     if tf1_defaults:
-        arguments.pop("use_locking", None)  # nothing is locked here, and no number depended on it
+        arguments.pop("use_locking", None)  # had no effect on results
         arguments = {**row.tf1_defaults, **arguments}
-    return _of_class(made_by, arguments)
+    return _of_class(kind, arguments)
 
 
 def _of_class(kind: Any, arguments: dict[str, Any]) -> Any:
-    # Keras takes any keyword, and then raises a ValueError that does not say what it does take.
+    # Keras' error for an unknown argument does not list the valid ones.
     known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters} - {"self"}
     unknown = [name for name in arguments if name not in known]
     if unknown and kind.__module__.startswith(("keras.", "keras_shardopt.")):
         known -= {"args", "kwargs", "arguments"}
         raise TypeError(
-            f"`optimizer_params` of {kind.__name__} may hold {sorted(known)}. Received: {unknown} among them."
+            f"`optimizer_params` of {kind.__name__} may have the keys {sorted(known)}. Received: {unknown} among them."
         )
     return kind(**arguments)
 

@@ -1,7 +1,7 @@
-"""Tower and replicate: one update from the gradients of several towers, each a part of the batch.
+"""Tower and replicate: one update from the gradients of several towers. Each tower runs on a chunk of the batch.
 
 Private names of Keras touched here (test_tower.py holds it):
-    `keras.src.backend.common.global_state` - what `keras.utils.clear_session` forgets.
+    `keras.src.backend.common.global_state` - global attributes that `keras.utils.clear_session` clears.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from keras_shardopt.numerics import FunctionT, Gradients, Tensor, Variable, add,
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# Where parts of one step can run on several devices while the weights stay on one.
+# On TensorFlow, towers of a step can run on several devices while the weights stay on one.
 _on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
 
-# `tf.losses.Reduction` has these names; all but the sum made the original average.
+# Names of `tf.losses.Reduction`.
 _SUMS = ("sum", "weighted_sum")
 _MEANS = (
     "mean",
@@ -39,21 +39,20 @@ _MEANS = (
 
 
 class _Replication:
-    """One call of a replicated step: which tower runs, and what the towers before it have collected."""
+    """State of one call of a replicated step."""
 
     def __init__(self, num_towers: int, factor: float) -> None:
         self.num_towers = num_towers
         self.factor = factor
         self.tower = 0
         self.tower_was_used = False
-        # By optimizer, one entry per call that it gets in each tower: the gradients so far, and how many towers
-        # have added theirs.
+        # By `id` of the optimizer.
         self._calls: dict[int, list[_Call]] = {}
         self._names: dict[int, str] = {}
-        self._num_calls: dict[int, list[int]] = {}
+        self._num_calls: dict[int, list[int]] = {}  # one count per tower
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
-        """Adds a tower's gradients. In the last tower, returns all that belongs to this call."""
+        """Add a tower's gradients to the optimizer's n-th call. In the last tower, return this call."""
         key = id(optimizer)
         self._names[key] = optimizer.name
         calls, counts = self._calls.setdefault(key, []), self._num_calls.setdefault(key, [0] * self.num_towers)
@@ -66,18 +65,18 @@ class _Replication:
         calls[position].add(grads, variables, optimizer._var_key, self.factor)
         if self.tower < self.num_towers - 1:
             return None
-        call, calls[position] = calls[position], _Call()  # let go of the gradients
+        call, calls[position] = calls[position], _Call()  # frees the gradients
         return call
 
     def end_tower(self) -> None:
-        """Compares the number of calls with that of the first tower."""
+        """Raise ValueError unless the tower made the same number of calls as the first."""
         if not self._num_calls:
             raise ValueError(
                 "The step of `replicate` must update with a `Tower` optimizer. Received: a step that called none in "
                 f"tower {self.tower}. Wrap the optimizer: `Tower(optimizer)`. If the step itself is compiled "
                 '(`jax.jit`, `tf.function`), compile what `replicate` returns instead. Under the "mixed_float16" '
-                "policy, `model.compile(Tower(LossScaleOptimizer(optimizer)), ..., auto_scale_loss=False)`: around a "
-                "`Tower`, loss scaling leaves out towers that overflow."
+                "policy, use `model.compile(Tower(LossScaleOptimizer(optimizer)), ..., auto_scale_loss=False)`: a "
+                "`LossScaleOptimizer` around a `Tower` skips towers with an overflow."
             )
         for key, counts in self._num_calls.items():
             if counts[self.tower] != counts[0]:
@@ -87,12 +86,12 @@ class _Replication:
         raise ValueError(
             "Each tower must call each `Tower` optimizer equally often. Received: "
             f"{self._num_calls[key][: self.tower + 1]} calls of `{self._names[key]}` in towers 0 to {self.tower}. "
-            "Let the step not depend on the data, and compile what `replicate` returns rather than the step."
+            "Make the calls independent of the data, and compile what `replicate` returns instead of the step."
         )
 
 
 class _Call:
-    """The gradients of all towers for one call of an optimizer, added up as they come."""
+    """Running sums of all towers' gradients for one call of an optimizer."""
 
     def __init__(self) -> None:
         self._variables: dict[Any, Variable] = {}
@@ -115,7 +114,7 @@ class _Call:
             if overwrites_variable(variable):
                 self._sums[key] = ops.copy(grad) if before is None else ops.maximum(before, grad)
                 continue
-            # A copy in any case: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
+            # Always a copy: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
             scaled = map_values(ops.copy if factor == 1 else lambda value: value * factor, grad)
             self._sums[key] = scaled if before is None else add(before, scaled, variable)
 
@@ -128,7 +127,7 @@ class _Call:
         return list(self._sums.values())
 
 
-_running = threading.local()  # TensorFlow's strategies run each replica's step in a thread of its own
+_running = threading.local()  # TensorFlow's strategies run each replica's step in its own thread
 
 
 def _replication() -> _Replication | None:
@@ -137,30 +136,29 @@ def _replication() -> _Replication | None:
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class Tower(OptimizerWrapper):
-    r"""Collects the gradients of the towers of one step, and updates once, in the last of them.
+    r"""Accumulates the gradients of all towers of a step, and updates in the last tower.
 
-    Inside a step made by `replicate`, with $g_k$ the gradient of tower $k$ of $K$, the inner optimizer sees
+    With $g_k$ the gradient of tower $k$ of $K$, the inner optimizer receives, in the last tower,
 
-    $\sum_k g_k$ (`loss_reduction="sum"`) or $\frac{1}{K} \sum_k g_k$ (else)
+    $\sum_k g_k$ (`loss_reduction="sum"`) or $\frac{1}{K} \sum_k g_k$ (otherwise).
 
-    in the last tower; in the others nothing is updated and `iterations` stays. A variable without a gradient in some
-    towers gets the sum of the others, under the mean divided by the number of all towers; one that has none anywhere
-    is passed on as None. Sparse gradients (`tf.IndexedSlices`) are joined, not added up, and become dense only where
-    another tower's is. Only the running sum is kept. Of next values (variables with `overwrite_with_gradient`, the
-    scales of float8 training) the largest is taken, as over replicas.
+    In the other towers, weights and `iterations` do not change. A missing gradient counts as 0. A variable without a
+    gradient in all towers gets None. Sparse gradients (`tf.IndexedSlices`) are concatenated, and become dense only if
+    another tower's is dense. For variables with `overwrite_with_gradient` (scales of float8 training), the largest
+    value is used, as over replicas.
 
-    Outside `replicate`, and with one tower, everything goes straight to the inner optimizer.
+    Outside `replicate`, and with one tower, each call updates directly.
 
     `Tower` is the outermost wrapper: `Tower(CrossShard(inner))` reduces once, for the sum over the towers. A step may
-    use several `Tower` optimizers, or one several times: the n-th call of an optimizer in each tower belongs together.
+    use several `Tower` optimizers, or call one repeatedly. The n-th calls of an optimizer in all towers make an update.
 
     Args:
-        optimizer_or_optimizer_fn: a `keras.optimizers.Optimizer`, the name or config of one, or a function without
-            arguments that makes one. The function is called once, when the optimizer is first needed.
-        name: str or None. None makes a name of the class name.
+        optimizer_or_optimizer_fn: a `keras.optimizers.Optimizer`, its name or config, or a function without arguments
+            that returns an optimizer. The function is called once, at first use.
+        name: str or None. None derives a name from the class.
 
     Raises:
-        TypeError: if `optimizer_or_optimizer_fn` is none of these; on first use, if the function returns none.
+        TypeError: if `optimizer_or_optimizer_fn`, or at first use the function's result, is no optimizer.
         ValueError: inside `replicate`, if a `LossScaleOptimizer` or `CrossShard` is around this optimizer.
 
     Example:
@@ -175,10 +173,9 @@ class Tower(OptimizerWrapper):
         [7.0, 1.0]
 
     References:
-        `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1. There a loop of numbers of calls that did not match was
-        noticed only by their total, so that gradients could be lost in silence, and a sparse gradient before a dense
-        one failed; the loss was divided for the mean, here the gradients are, so that custom training loops need not
-        call `scale_loss`.
+        `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1. It compared only the total number of calls, so it could
+        lose gradients silently, and failed for a sparse gradient before a dense one. For the mean, it divided the loss;
+        here gradients are divided, so custom training loops need no `scale_loss`.
     """
 
     _makes_gradients_global = True
@@ -192,7 +189,7 @@ class Tower(OptimizerWrapper):
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
-        """The wrapped optimizer, made now if it was given as a function."""
+        """The wrapped optimizer. Calls the function that makes it, if not done yet."""
         _mark_used()
         if self._factory is not None:
             made = get_optimizer(self._factory(), "Tower", "optimizer_or_optimizer_fn")
@@ -200,30 +197,30 @@ class Tower(OptimizerWrapper):
         return self._inner[0]
 
     def __repr__(self) -> str:
-        # To be shown is no use: it neither makes the optimizer nor counts for `has_been_used`.
+        # `repr` neither creates the optimizer nor counts for `has_been_used`.
         factory = self._factory
         inside = shown(self._inner[0]) if factory is None else repr(factory)
         return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates, or inside `replicate` collects until the last tower."""
+        """Update. Inside `replicate`, collect gradients until the last tower."""
         replication = _replication()
         if replication is None:
             self._collects = False
             super().update_inner(grads, variables)
             return
-        self._refuse_to_be_inside()
+        self._check_is_outermost()
         call = replication.collect(self, grads, variables)
         self._collects = call is None
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
     def _on_outer_loss_scaling(self) -> None:
-        """Remembers it: to update without `replicate` is still right."""
+        # An error only inside `replicate`: updates outside are still correct.
         self._is_in_loss_scaling = True
         super()._on_outer_loss_scaling()
 
-    def _refuse_to_be_inside(self) -> None:
+    def _check_is_outermost(self) -> None:
         outer = None
         if self._scope.is_reduced:
             outer = "CrossShard"
@@ -231,22 +228,22 @@ class Tower(OptimizerWrapper):
             outer = "LossScaleOptimizer"
         if outer is not None:
             raise ValueError(
-                f"A `Tower` that collects must be around `{outer}`, not inside it: it would see only a part of what a "
-                f"tower does. Use `Tower({outer}(optimizer))`"
+                f"Inside `replicate`, a `Tower` must be around `{outer}`, because `{outer}` otherwise runs once per "
+                f"tower. Received: `{outer}` around a `Tower`. Use `Tower({outer}(optimizer))`"
                 + (", and `model.compile(..., auto_scale_loss=False)`." if outer == "LossScaleOptimizer" else ".")
             )
 
     def get_name(self) -> str:
-        """The name of the inner optimizer."""
+        """Return the name of the inner optimizer."""
         name: str = self.inner.name
         return name
 
     @staticmethod
     def has_been_used() -> bool:
-        """Whether a `Tower` has needed its inner optimizer, be it for its name only.
+        """Whether a `Tower` has used its inner optimizer (even its name).
 
-        Inside `replicate`: in this call of the step. Outside: since the program or `keras.utils.clear_session`
-        started. What happens inside `replicate` does not count outside.
+        Inside `replicate`, only uses in this call of the step count. Outside, all uses outside `replicate` count since
+        the program started or `keras.utils.clear_session` was called.
         """
         replication = _replication()
         if replication is not None:
@@ -268,46 +265,40 @@ def replicate(
     loss_reduction: str = "mean",
     devices: Sequence[str] | None = None,
 ) -> FunctionT:
-    """Makes a step run once per tower, on its part of the batch, with one update at the end.
+    """Run a training step in towers: once per equal chunk of the batch, with one update at the end.
 
-    The step must update with `Tower` optimizers. Its batch, the last argument, may be any nest of arrays; all are
-    split along dim 0 into `num_towers` equal parts, in order (None and scalars go to every tower).
+    The step must update with `Tower` optimizers. The batch, its last argument, may be any nested structure of arrays.
+    Each array is split along dim 0 into `num_towers` chunks, in order. None and scalars go to every tower.
 
-    - `model.train_step = ks.replicate(model.train_step, num_towers)` after `compile` lets `fit` train in towers on
-      every backend: as micro-batches, which need the memory for activations of one tower only. On TensorFlow and JAX
-      Keras keeps the step that it has compiled: after a first `fit` also call
-      `model.make_train_function(force=True)`, or `compile` again before the assignment.
-    - A custom step is `step(batch) -> outputs`, or `step(state, batch) -> (outputs, state)`, as Keras' own on
-      JAX; the state goes from tower to tower, whole. Inputs and targets are one batch: `step((x, y))`. Compile
-      (`jax.jit`, `tf.function`) what is returned, not the step.
+    - For `fit`, assign `model.train_step = ks.replicate(model.train_step, num_towers)` after `compile`. Towers run one
+      after another, as micro-batches that need only one tower's memory for activations. After a first `fit` on
+      TensorFlow or JAX, also call `model.make_train_function(force=True)`, because Keras keeps the compiled step.
+    - A custom step is `step(batch) -> outputs`, or, as in Keras on JAX, `step(state, batch) -> (outputs, state)`. Each
+      tower receives the state that the last returned. Pass inputs and targets as one batch: `step((x, y))`. Compile
+      (`jax.jit`, `tf.function`) what `replicate` returns instead of the step.
 
     Args:
-        step: the function to run.
+        step: function to run.
         num_towers: int >= 1. With 1 the step runs unchanged, also without a `Tower`.
-        loss_reduction: "mean" (default) averages the towers' gradients: with losses that are means over the batch, as
-            Keras' are ("sum_over_batch_size"), towers then make the update of one run of the whole batch (not with
-            masks, or means over weights, that differ between towers). "sum" adds them, which is right for losses that
-            are sums over the batch, and with a mean makes `num_towers` times that update. TensorFlow 1's names are
-            accepted; all but "weighted_sum" mean "mean".
-        devices: names of devices on TensorFlow, such as `["GPU:0", "GPU:1"]`; tower k runs on the k-th, starting
-            over at the end, and the weights stay where they are. None runs all towers where the step would run.
-            Elsewhere it must be None: on JAX the devices of one compiled step share all of it, and on PyTorch a tower
-            would copy every weight to its device each time it is used.
+        loss_reduction: "mean" (default) averages the towers' gradients, for losses that are means over the batch, as
+            in Keras ("sum_over_batch_size"). The update equals that of the whole batch, unless towers differ in masks
+            or sums of sample weights. "sum" adds gradients, for losses that are sums. TensorFlow 1's names are also
+            accepted; all but "weighted_sum" stand for "mean".
+        devices: list of device names or None (default). TensorFlow only, such as `["GPU:0", "GPU:1"]`: tower k runs on
+            device k, modulo their number. Weights stay on their device. None: the device of the step.
 
     Returns:
-        A function with the arguments of `step`. It returns what the last tower returned (of Keras' `train_step`
-        that is right, since metrics add up over towers), except that a scalar output of a float dtype counts as the
-        loss, and is summed or averaged.
+        A function with the arguments of `step`. It returns the last tower's outputs. (Metrics of Keras' `train_step`
+        are then complete, because they accumulate over towers.) A float scalar output counts as the loss, and is
+        summed or averaged over towers.
 
     Raises:
-        TypeError: if `step` cannot be called or `num_towers` is not an int. When the step runs: if it is called with
-            two arguments, and does not return a pair with a state like the one it was given.
-        ValueError: if `num_towers` or `loss_reduction` is wrong, or `devices` are given on another backend. When the
-            step runs: if `num_towers` does not divide the batch, or a tower calls an optimizer more or less often
-            than others.
-        tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch inside a `tf.function` that does not
-            know its size, as in `fit` on TensorFlow with a last batch that is smaller. As with the ValueError, no
-            part of the step has run then.
+        TypeError: if `step` is not callable or `num_towers` is not an int. When the step runs: if it is called with two
+            arguments and does not return a pair with a state of the same shapes.
+        ValueError: if `num_towers` or `loss_reduction` is invalid, or `devices` is not supported. When the step
+            runs: if `num_towers` does not divide the batch, or towers differ in their number of optimizer calls.
+        tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch in a `tf.function` with an unknown
+            batch size, such as the smaller last batch of `fit`. In both cases, no tower has run.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -319,7 +310,7 @@ def replicate(
         1
 
     References:
-        `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1. Its default averaged, too.
+        `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1.
     """
     if not callable(step):
         raise TypeError(f"`step` must be a function. Received: step={step!r}. Use for example `model.train_step`.")
@@ -362,12 +353,12 @@ def _check_towers(loss_reduction: str, devices: Sequence[str] | None) -> None:
         )
     if devices is not None and _on_devices is None:
         raise ValueError(
-            "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
-            f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
+            "`devices` is supported on TensorFlow only, because on other backends a tower needs the weights on its "
+            f"device. Received: devices={devices!r}. Remove it: towers then run one after another on one device. "
             "For several devices use `data_parallel()` with `CrossShard`."
         )
     if devices is not None and not devices:
-        raise ValueError("`devices` must name at least one device. Received: devices=[]. Leave it out for none.")
+        raise ValueError("`devices` must name at least one device. Received: devices=[]. Remove it, or pass None.")
 
 
 @contextlib.contextmanager
@@ -388,11 +379,11 @@ def _is_loss(outputs: Any) -> bool:
 
 
 def _outputs_and_state(returned: Any, state: Any) -> tuple[Any, list[Any]]:
-    """The two parts of what a step with a state returned."""
+    """Return outputs and state from the result of a step with a state."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and _shapes(returned[1]) == _shapes(state)):
         raise TypeError(
-            "A replicated step that is called with two arguments must be `step(state, batch) -> (outputs, state)`: the "
-            "state goes whole from tower to tower and keeps its shapes. Received: a state of shapes "
+            "A replicated step with two arguments must be `step(state, batch) -> (outputs, state)`, and the state must "
+            "keep its shapes. Received: a state of shapes "
             f"{_shapes(state)}, and a step that returned {check.with_article(returned)} of shapes {_shapes(returned)}. "
             "Pass inputs and targets as one batch, `step((x, y))`."
         )
@@ -404,18 +395,18 @@ def _shapes(nest: Any) -> list[tuple[int, ...]]:
 
 
 _RULE = "`num_towers` must divide the batch. Received: num_towers={}, a batch of"
-_REMEDY = "Choose another batch size, and leave out a last batch that is smaller."
+_REMEDY = "Choose another batch size, and drop a smaller last batch."
 
 
 @contextlib.contextmanager
 def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
-    """The batch of each tower, and a scope to run the towers in."""
+    """Yield the chunk of each tower. Towers must run inside this context."""
     leaves = tree.flatten(batch)
     with_rows = [leaf for leaf in leaves if _has_rows(leaf)]
     if not with_rows:
         raise ValueError(
-            "A batch must have rows that `num_towers` towers can share. "
-            f"Received: {batch!r}, which holds no array with a first dimension. Pass arrays or tensors."
+            "The batch must have rows to split among towers. "
+            f"Received: {batch!r}, without an array that has a first dimension. Pass arrays or tensors."
         )
     for leaf in with_rows:
         if leaf.shape[0] is not None and int(leaf.shape[0]) % num_towers:

@@ -1,4 +1,4 @@
-"""VariableClipping: variables whose norm stays within a limit."""
+"""VariableClipping: limits the norms of variables."""
 
 from __future__ import annotations
 
@@ -16,41 +16,37 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class VariableClipping(OptimizerWrapper):
-    r"""Lets the inner optimizer update, then scales down what has become too long.
+    r"""Runs the inner optimizer's update, then rescales weights with a norm above the limit.
 
-    After the update each listed variable $v$ becomes
+    After the update, each variable $v$ in `vars_to_clip_dims` becomes
 
     $v \cdot \frac{c}{\max(\lVert v \rVert_D,\ c)}$
 
-    with $c$ = `max_norm` and $\lVert v \rVert_D$ the L2 norm over the dims $D$ given for it, one norm for each
-    position in the other dims. Slices within the limit keep every bit, so slices of zeros stay zero.
+    with $c$ = `max_norm` and the L2 norm $\lVert v \rVert_D$ over the variable's dims $D$, one norm per position in
+    the other dims. Slices within the limit do not change.
 
-    Only variables that had a gradient are clipped, and where the gradient is sparse (`tf.IndexedSlices`, of an
-    `Embedding` on TensorFlow) only the rows it lists, each once; if dim 0 is among $D$ a single row has no norm, and
-    all rows are clipped. On JAX and PyTorch gradients are dense. Nothing else is read, so the cost is one pass over
-    the variables clipped. With `gradient_accumulation_steps` the variables are clipped on every call, as Keras'
-    constraints are. So they are on a step that an optimizer further inside skips (a `LossScaleOptimizer` that found an
-    overflow); one further outside that skips calls nothing in here, and nothing is clipped. The state of the inner
-    optimizer is not touched. With its `use_ema` the average has been taken of the weights before they are clipped, so
-    that the averaged weights may be longer than `max_norm`; what an `ema_overwrite_frequency` writes into the variables
-    is clipped in the same call.
-
-    Several `VariableClipping` around each other clip in the order in which they update: the innermost first.
+    - Variables without a gradient are not clipped. With a sparse gradient (`tf.IndexedSlices`, from an `Embedding` on
+      TensorFlow), only its rows are clipped; all rows are if $D$ contains dim 0.
+    - With `gradient_accumulation_steps` of the inner optimizer, every call clips, as Keras' constraints do. A call
+      also clips if an inner optimizer skips the update. It does not if an outer optimizer skips it.
+    - With `use_ema` of the inner optimizer, averages use the weights before clipping, so they may exceed `max_norm`.
+      Averages that `ema_overwrite_frequency` writes into the variables are clipped in the same call.
+    - Nested `VariableClipping` optimizers clip from the innermost to the outermost.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
-        vars_to_clip_dims: which variables to clip, and the dims $D$ for each: a dict, or a list of (key, dims)
-            pairs, since a `keras.Variable` cannot be the key of a dict. A key is a `keras.Variable`, a path, or a
-            regular expression that matches whole paths, as in `keras.optimizers.OptimizerMap`. A path wins over
-            expressions. Dims are a list or tuple of ints, which may be negative; `[]` clips each element by itself.
+        inner_optimizer: a `keras.optimizers.Optimizer`, its name or config.
+        vars_to_clip_dims: dict of dims $D$ by key, or list of (key, dims) pairs. A key is a `keras.Variable` (in pairs
+            only, because a variable cannot be a dict key), its path, or a regular expression that matches whole paths,
+            as in `keras.optimizers.OptimizerMap`. A path takes precedence over expressions. Dims are a list or tuple
+            of ints, also negative; `[]` clips each element.
         max_norm: float > 0.
-        name: str or None. None makes a name of the class name.
+        name: str or None. None derives a name from the class.
 
     Raises:
-        TypeError: if `vars_to_clip_dims`, a key, dims or `max_norm` is of another type.
-        ValueError: if `max_norm` is not > 0; when the optimizer is built, if a key names no trainable variable, two
-            expressions name the same one, or a dim is out of range or given twice; if a `CrossShard` is inside,
-            because replicas that list different rows would then clip different rows.
+        TypeError: if `vars_to_clip_dims`, a key, dims or `max_norm` has the wrong type.
+        ValueError: if `max_norm` is not > 0, or a `CrossShard` is inside, because replicas would clip the rows of
+            their local gradients. In `build`: if a key matches no trainable variable, several expressions match a
+            variable, or a dim is out of range or repeated.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -62,9 +58,9 @@ class VariableClipping(OptimizerWrapper):
         [[1.5, 2.0], [0.6, 0.8]]
 
     References:
-        `tf.contrib.opt.VariableClippingOptimizer` of TensorFlow 1. There a row listed k times in a sparse gradient
-        was shortened k times; here once. There -2 was not seen to be dim 0 of a sparse gradient's matrix, and
-        `max_norm` was not checked; `use_locking` and `colocate_clip_ops_with_vars` have no meaning here.
+        `tf.contrib.opt.VariableClippingOptimizer` of TensorFlow 1. It clipped a row k times if a sparse gradient listed
+        it k times, and did not handle dim -2 of a sparse gradient's matrix. Its `use_locking` and
+        `colocate_clip_ops_with_vars` do not exist here.
     """
 
     _needs_global_gradients = True
@@ -89,32 +85,32 @@ class VariableClipping(OptimizerWrapper):
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
-        """The dims by path or expression, also of variables that were given as keys."""
+        """Dims by path or expression. A key that is a variable becomes its path."""
         return {_path(key): list(dims) for key, dims in self._keys}
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Finds the variables to clip, and builds the inner optimizer."""
+        """Find the variables to clip, and build the inner optimizer."""
         if not self.built:
             clip_dims = self._resolved(list(variables))
             super().build(variables)
             self._clip_dims = clip_dims
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates, then clips."""
+        """Update, then clip."""
         super().update_inner(grads, variables)
         for grad, variable in zip(grads, variables):
             dims = self._clip_dims.get(self._var_key(variable))
             if dims is None or grad is None:
                 continue
             if is_sparse(grad) and 0 not in dims:
-                # Rows that are listed twice are gathered twice and written twice, with the same values.
+                # A repeated row is assigned repeatedly, with the same values.
                 rows = _clipped(ops.take(variable, grad.indices, axis=0), dims, self.max_norm)
                 self.assign(variable, type(grad)(rows, grad.indices, grad.dense_shape))
             else:
                 self.assign(variable, _clipped(ops.convert_to_tensor(variable), dims, self.max_norm))
 
     def _resolved(self, variables: Sequence[Variable]) -> dict[Any, tuple[int, ...]]:
-        """For the key of each variable to clip, its dims, none of them negative."""
+        """Return the nonnegative dims of each variable to clip, by `_var_key`."""
         paths = [_path(variable) for variable in variables]
         expressions = [pair for pair in self._keys if isinstance(pair[0], str) and pair[0] not in paths]
         found: dict[Any, tuple[int, ...]] = {}
@@ -125,7 +121,7 @@ class VariableClipping(OptimizerWrapper):
                 if var_key in found:
                     raise ValueError(
                         "`vars_to_clip_dims` must name each variable once. "
-                        f"Received: `{_path(variable)}` twice. Leave one of its entries out."
+                        f"Received: `{_path(variable)}` twice. Remove one of its entries."
                     )
                 found[var_key] = _checked_dims(dims, variable)
         named = set(found)
@@ -141,13 +137,13 @@ class VariableClipping(OptimizerWrapper):
                     raise ValueError(
                         "`vars_to_clip_dims` must name each variable once. "
                         f"Received: several expressions of {[e for e, _ in expressions]} match `{_path(variable)}`. "
-                        "Give its dims under its own path, which wins over expressions."
+                        "Use its path as the key: a path takes precedence over expressions."
                     )
                 found[var_key] = _checked_dims(dims, variable)
         return found
 
     def _named(self, key: Any, variables: Sequence[Variable], paths: Sequence[str]) -> Variable:
-        """The one variable that is, or has the path, `key`."""
+        """Return the variable with this path, or the key if it is a trainable variable."""
         if isinstance(key, str):
             matching = [variable for variable, path in zip(variables, paths) if path == key]
         else:
@@ -164,13 +160,12 @@ class VariableClipping(OptimizerWrapper):
 
 def _clipped(value: Tensor, dims: tuple[int, ...], max_norm: float) -> Tensor:
     wide = in_float32(value)
-    # Without dims each element is its own norm. Frameworks disagree on what a sum over no axes is.
+    # Frameworks disagree on a sum over no axes.
     norm = ops.sqrt(ops.sum(ops.square(wide), axis=dims, keepdims=True)) if dims else ops.abs(wide)
     return ops.cast(wide * factor_within(norm, max_norm), dtype_of(value))
 
 
 def _pairs(vars_to_clip_dims: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """The (key, dims) pairs, copied."""
     if isinstance(vars_to_clip_dims, Mapping):
         vars_to_clip_dims = vars_to_clip_dims.items()
     elif not isinstance(vars_to_clip_dims, (list, tuple)):
@@ -191,7 +186,7 @@ def _pairs(vars_to_clip_dims: Any) -> list[tuple[Any, tuple[int, ...]]]:
         if not isinstance(dims, (list, tuple)) or any(isinstance(d, bool) or not isinstance(d, int) for d in dims):
             raise TypeError(
                 "The dims in `vars_to_clip_dims` must be a list or tuple of ints. "
-                f"Received: {dims!r} for {_path(key)!r}. Use for example `[0]`, or `[]` to clip each element by itself."
+                f"Received: {dims!r} for {_path(key)!r}. Use for example `[0]`, or `[]` to clip each element."
             )
         pairs.append((key, tuple(dims)))
     return pairs
@@ -202,7 +197,7 @@ def _checked_dims(dims: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
     positive = tuple(dim + rank if dim < 0 else dim for dim in dims)
     if any(not 0 <= dim < rank for dim in positive) or len(set(positive)) < len(positive):
         raise ValueError(
-            f"The dims in `vars_to_clip_dims` must be different ones of the variable's {rank}. "
+            f"The dims in `vars_to_clip_dims` must be distinct, and in the range of the variable's {rank} dims. "
             f"Received: {list(dims)} for `{_path(variable)}` of shape {tuple(variable.shape)}."
         )
     return positive
@@ -212,13 +207,13 @@ def _matches(expression: str, path: str, paths: Sequence[str]) -> bool:
     try:
         return re.fullmatch(expression, path) is not None
     except re.error as error:
-        raise ValueError(f"{_unknown(expression, paths)} As an expression it is wrong: {error}.") from error
+        raise ValueError(f"{_unknown(expression, paths)} It is no valid regular expression: {error}.") from error
 
 
 def _unknown(key: str, paths: Sequence[str]) -> str:
     return (
-        "Each key of `vars_to_clip_dims` must name a trainable variable: be one, be its path, or be a regular "
-        f"expression that matches all of its path. Received: {key!r}, with the trainable variables {list(paths)}."
+        "Each key of `vars_to_clip_dims` must name a trainable variable: the variable, its path, or a regular "
+        f"expression that matches the whole path. Received: {key!r}, with the trainable variables {list(paths)}."
     )
 
 

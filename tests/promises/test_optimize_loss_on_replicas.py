@@ -73,7 +73,7 @@ def test_replicas_that_would_train_apart_are_refused(world):
 
 @pytest.mark.backends("tensorflow", "jax")
 def test_rows_that_do_not_divide_are_refused():
-    with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match="divide"):
+    with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match="divisible"):
         x, y = problem.data(num_steps=1)
         steps.trained("keras.losses", x[:7], y[:7], 7, on_horovod=True)
     replicas.close()

@@ -1,1 +1,1 @@
-"""One compiled training step, without `fit`."""
+"""`optimize_loss`: a compiled training step without `fit`."""

@@ -1,11 +1,11 @@
 """Training steps on JAX: a jitted function of the values of all variables that the step reads or assigns.
 
-A step may touch variables that nobody has named: a seed, a frozen weight that the loss closes over. As constants of the
-trace they would never change again, so they are noticed while it is traced, and it is traced once more with them.
+A step may use variables that the caller did not list, such as a seed, or a frozen weight in the loss. In a trace they
+would become constants. The first trace therefore collects them, and a second trace includes them.
 
 Private names of Keras touched here (a test holds each of them):
     `Variable._value` - the array of a variable.
-    `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
+    `StatelessScope.add_update`, `get_current_value` - called by variables to write to a scope and read from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Program:
             try:
                 result, values = program(_distinct([v.value for v in self._variables]), batch)
                 break
-            except _Unknown as unknown:
+            except _UnknownVariables as unknown:
                 placement.place(unknown.variables, "replicated")
                 self._variables += unknown.variables
                 self._jitted.clear()
@@ -59,49 +59,49 @@ class _Program:
             variables = list(self._variables)
 
             def pure(values: list[Tensor], batch: Any) -> tuple[Tensor, list[Tensor]]:
-                with _NoticingScope(list(zip(variables, values))) as scope:
+                with _CollectingScope(list(zip(variables, values))) as scope:
                     result = self._function(*batch, **constants)
                 if scope.unknown:
-                    raise _Unknown(scope.unknown)
+                    raise _UnknownVariables(scope.unknown)
                 return result, [scope.get_current_value(variable) for variable in variables]
 
-            # As they were, or the compiler may lay them out anew and the next call be compiled once more.
+            # Otherwise the compiler may choose new shardings, and the next call compiles again.
             placed = [variable.value.sharding for variable in variables]
             options = {} if keras.distribution.distribution() is None else {"out_shardings": (None, placed)}
             self._jitted[key] = jax.jit(pure, donate_argnums=0, **options)
         return self._jitted[key]
 
 
-class _Unknown(Exception):
+class _UnknownVariables(Exception):
     def __init__(self, variables: list[Variable]) -> None:
         super().__init__()
         self.variables = variables
 
 
-class _NoticingScope(keras.StatelessScope):
-    """A scope that notices variables which it was not given."""
+class _CollectingScope(keras.StatelessScope):
+    """Scope that collects variables missing from its mapping in `unknown`."""
 
     def __init__(self, state_mapping: list[tuple[Variable, Tensor]]) -> None:
         super().__init__(state_mapping, collect_losses=True)
-        self._given = {id(variable) for variable, _ in state_mapping}
+        self._known = {id(variable) for variable, _ in state_mapping}
         self.unknown: list[Variable] = []
 
-    def _notice(self, variable: Variable) -> None:
-        if id(variable) not in self._given:
-            self._given.add(id(variable))
+    def _collect(self, variable: Variable) -> None:
+        if id(variable) not in self._known:
+            self._known.add(id(variable))
             self.unknown.append(variable)
 
     def add_update(self, update: tuple[Variable, Tensor]) -> None:
-        self._notice(update[0])
+        self._collect(update[0])
         super().add_update(update)
 
     def get_current_value(self, variable: Variable) -> Tensor | None:
-        self._notice(variable)
+        self._collect(variable)
         return super().get_current_value(variable)
 
 
 def _distinct(values: list[Tensor]) -> list[Tensor]:
-    """The values, in arrays of their own: an array that two variables share cannot be given away twice."""
+    """Copy arrays that several variables share, because an array can be donated only once."""
     if len({id(value) for value in values}) == len(values):
         return values
     seen: set[int] = set()
@@ -113,19 +113,19 @@ def _distinct(values: list[Tensor]) -> list[Tensor]:
 
 
 def _on_devices(value: Any) -> Tensor:
-    """Rows of a batch, divided among the devices of the distribution."""
+    """Split a batch's rows among the devices of the distribution."""
     distribution = keras.distribution.distribution()
     num_replicas = batch_size_of(distribution)
     if num_replicas == 1:
         return jax.numpy.asarray(value)
     value = value if isinstance(value, jax.Array) else np.asarray(value)
     if not value.ndim or (isinstance(value, jax.Array) and not value.is_fully_addressable):
-        return jax.numpy.asarray(value)  # the same everywhere, or on the devices of all processes already
+        return jax.numpy.asarray(value)  # a scalar, or already on the devices of all processes
     num_local = num_replicas // jax.process_count()
     if value.shape[0] % num_local:
         raise ValueError(
-            "The number of rows must divide by the number of replicas. "
-            f"Received: a batch of shape {tuple(value.shape)}, for {num_local} replicas. Leave the last rows out."
+            "The number of rows must be divisible by the number of replicas. "
+            f"Received: a batch of shape {tuple(value.shape)}, for {num_local} replicas. Drop the last rows."
         )
     rows = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec(distribution.batch_dim_name))
     if jax.process_count() == 1:

@@ -1,7 +1,4 @@
-"""OpenSeq2Seq's one call: an optimizer, or a whole training step, from one set of arguments.
-
-It composes what the rest of the package has, and holds no arithmetic of its own.
-"""
+"""OpenSeq2Seq's `optimize_loss`: a training step from one set of arguments, composed of other parts of the package."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def optimize_loss(
     every: int = 100,
     jit_compile: bool | None = None,
 ) -> TrainingStep:
-    """A training step: a function of a batch that runs `loss` forwards and backwards and updates the weights.
+    """Build a training step: a function of a batch that computes `loss` and its gradients, and updates the weights.
 
     ```python
     step = ks.optimize_loss(lambda x, y: loss_fn(y, model(x, training=True)), "Adam", model=model)
@@ -58,55 +55,54 @@ def optimize_loss(
         value = step(x, y)
     ```
 
-    The step is one compiled program (`tf.function`, `jax.jit`; on PyTorch it runs line by line). What the loss assigns,
-    such as moving statistics and seeds, is assigned; variables that it only reads may change between steps.
+    The step is one compiled program (`tf.function`, `jax.jit`), or eager on PyTorch. It may use any variables: it
+    assigns moving statistics and seeds, and reads current values.
 
-    Several replicas (`on_horovod=True`, everything made inside `with data_parallel():`):
+    With several replicas (`on_horovod=True`, optimizer and model built inside `with data_parallel():`):
 
-    | backend | the step is given | and returns |
+    | backend | batch | result |
     |---|---|---|
-    | TensorFlow | the rows of all replicas of this process, and divides them | the mean over its replicas |
-    | JAX | the same | the mean over all replicas |
-    | PyTorch | the rows of this rank | this rank's loss |
+    | TensorFlow | rows of all replicas of this process, which the step splits | mean over these replicas |
+    | JAX | the same | mean over all replicas |
+    | PyTorch | rows of this rank | loss of this rank |
 
-    The loss is the mean over the rows that it is given, on every backend: of a `keras.losses.Loss` or any arithmetic.
+    The loss must be the mean over the rows that it receives, with or without `keras.losses`, on every backend.
 
     Args:
-        loss: a function of the batch that returns a scalar. What depends on the weights must be computed in it.
-        optimizer: see `build_optimizer`.
-        optimizer_params: see `build_optimizer`.
-        learning_rate_decay_fn: see `build_optimizer`.
-        var_list: the variables to train; None for all trainable ones of `model`. All others stay as they are.
-        dtype: see `build_optimizer`.
-        clip_gradients: see `build_optimizer`.
-        summaries: names of what shall be seen: "learning_rate", "gradients", "gradient_norm", "global_gradient_norm",
-            "variables", "variable_norm", "larc_summaries", "loss_scale", "gradient_noise_scale" (not on several
-            replicas of JAX). None stands for the learning rate, the global gradient norm and the loss scale if
-            `log_dir` is given, and for nothing otherwise; so does `[]`.
-        larc_params: see `build_optimizer`.
-        loss_scaling: see `build_optimizer`.
-        loss_scaling_params: see `build_optimizer`.
+        loss: function of the batch that returns a scalar. It must compute everything that depends on the weights.
+        optimizer: as in `build_optimizer`.
+        optimizer_params: as in `build_optimizer`.
+        learning_rate_decay_fn: as in `build_optimizer`.
+        var_list: list of variables to train, or None for the trainable variables of `model`.
+        dtype: as in `build_optimizer`.
+        clip_gradients: as in `build_optimizer`.
+        summaries: list of names: "learning_rate", "gradients", "gradient_norm", "global_gradient_norm",
+            "variables", "variable_norm", "larc_summaries", "loss_scale", "gradient_noise_scale" (not with several
+            replicas on JAX). None: learning rate, global gradient norm and loss scale with `log_dir`,
+            otherwise none. `[]`: none.
+        larc_params: as in `build_optimizer`.
+        loss_scaling: as in `build_optimizer`.
+        loss_scaling_params: as in `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
-        iter_size: int >= 1. Micro-batches per update; see `skip_update_ph`. On several replicas of JAX each
-            micro-batch communicates all the same, and a warning says so; there `model.fit` after `prepare` does not.
-        skip_update_ph: None: the step counts, and updates after every `iter_size`-th call. True: each call says so:
-            `step(*batch, skip_update=True)` adds to the gradients, `skip_update=False` adds and updates. Either way
-            each gradient counts 1 / `iter_size`.
-        model: a built `keras.Model` or None. Its regularisers and `add_loss` are added to the loss.
-        tf1_defaults: see `build_optimizer`.
-        log_dir: path or None. Where rank 0 writes TensorBoard event files, of every `every`-th update.
-        every: int >= 1. In updates.
-        jit_compile: None (default) as above; True for XLA on TensorFlow and `torch.compile` on PyTorch; False to run
-            line by line everywhere.
+        iter_size: int >= 1. Micro-batches per update. Each gradient has the weight 1 / `iter_size`. With several
+            replicas on JAX, each micro-batch communicates and a warning is issued; a prepared `model.fit` avoids this.
+        skip_update_ph: True or None (default). None: every `iter_size`-th call updates. True: the caller decides.
+            `step(*batch, skip_update=True)` accumulates; `skip_update=False` accumulates and updates.
+        model: a built `keras.Model` or None. Its regularization and `add_loss` losses are added to the loss.
+        tf1_defaults: as in `build_optimizer`.
+        log_dir: path or None. Directory for TensorBoard event files, written by rank 0.
+        every: int >= 1. Updates between summaries. Default 100.
+        jit_compile: bool or None (default, as above). True: XLA on TensorFlow, `torch.compile` on PyTorch. False:
+            eager on all backends.
 
     Returns:
         A `TrainingStep`.
 
     Raises:
-        TypeError: if `loss` is not a function, and as `build_optimizer`.
-        ValueError: as `build_optimizer`; if there is nothing to train; if a summary is unknown; if there are several
-            replicas and `on_horovod` is False, as each would train by itself.
-        ImportError: if `log_dir` is given and `tensorboardX` is not installed.
+        TypeError: if `loss` is not a function, or as in `build_optimizer`.
+        ValueError: if no variable is trainable, a summary is unknown, or several replicas exist and `on_horovod` is
+            False, or as in `build_optimizer`.
+        ImportError: with `log_dir`, if `tensorboardX` is not installed.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -119,21 +115,21 @@ def optimize_loss(
         True
 
     References:
-        `optimize_loss` of OpenSeq2Seq's `optimizers.py`, which built a graph. There the training loop updated with the
-        very first micro-batch alone, whose gradient counted 1 / `iter_size` then: not repeated. `iter_size` without
-        Horovod was ignored, and variables without a gradient failed in most settings; both work.
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It updated after the very first micro-batch, ignored
+        `iter_size` without Horovod, and mostly failed for variables without a gradient.
     """
     if not callable(loss):
         raise TypeError(
-            "`loss` must be a function of the batch that returns a scalar: a tensor does not show how it was made. "
-            f"Received: loss={loss!r} (of type {type(loss).__name__}). "
+            "`loss` must be a function of the batch that returns a scalar, because gradients are computed from the "
+            f"function. Received: loss={loss!r} (of type {type(loss).__name__}). "
             "Use for example `lambda x, y: loss_fn(y, model(x, training=True))`."
         )
     checked_summaries(summaries)
     if skip_update_ph is not None and skip_update_ph is not True:
         raise TypeError(
-            "`skip_update_ph` must be None, or True where each call of the step says whether it updates. "
-            f"Received: skip_update_ph={skip_update_ph!r}. Give the value to the step: `step(*batch, skip_update=...)`."
+            "`skip_update_ph` must be None, or True if the caller decides which calls update. "
+            f"Received: skip_update_ph={skip_update_ph!r}. Use `skip_update_ph=True`, and pass the value to each call: "
+            "`step(*batch, skip_update=...)`."
         )
     check.flag("on_horovod", on_horovod)
     if jit_compile is not None:
@@ -142,7 +138,7 @@ def optimize_loss(
     num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
-            "Several replicas must train together, and without a reduction each would train by itself. "
+            "With several replicas, gradients must be reduced. Otherwise each replica trains its own model. "
             f"Received: {num_replicas} replicas, with on_horovod={on_horovod!r}. "
             "Use `optimize_loss(..., on_horovod=True)`."
         )
@@ -156,29 +152,29 @@ def optimize_loss(
         loss_scaling,
         loss_scaling_params,
         iter_size,
-        # Also on a single replica, where it is nothing, but has slots and shows what happens inside.
+        # Also for a single replica: `CrossShard` then only provides slots and summaries.
         _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
     if skip_update_ph and getattr(_reducer_of(built), "accumulation", None) is None:
         raise ValueError(
-            "`skip_update_ph` needs `iter_size` > 1, or there is nothing to accumulate. "
-            f"Received: iter_size={iter_size!r}. Leave `skip_update_ph` out."
+            "`skip_update_ph` requires `iter_size` > 1, because `iter_size=1` does not accumulate. "
+            f"Received: iter_size={iter_size!r}. Remove `skip_update_ph`."
         )
     checked_log_dir(log_dir)
     every = check.integer("every", every, fix="In updates.")
     is_off = (log_dir is None and summaries is None) or (summaries is not None and not len(summaries))
-    seen = None if is_off else (log_dir, summaries, every)
+    recorder_arguments = None if is_off else (log_dir, summaries, every)
     variables = _trained(var_list, model)
-    return TrainingStep(loss, built, variables, model, skip_update_ph is True, seen, jit_compile)
+    return TrainingStep(loss, built, variables, model, skip_update_ph is True, recorder_arguments, jit_compile)
 
 
 class TrainingStep:
-    """What `optimize_loss` returns: call it with a batch to make a step. See there.
+    """Training step. Created by `optimize_loss`; call it with a batch.
 
     Attributes:
-        optimizer: the optimizer that `build_optimizer` has made of the arguments.
-        variables: the variables that are trained.
+        optimizer: the optimizer from `build_optimizer`.
+        variables: list of the variables to train.
     """
 
     def __init__(
@@ -187,39 +183,39 @@ class TrainingStep:
         optimizer: Optimizer,
         variables: Sequence[Variable],
         model: Any,
-        each_call_says: bool,
-        seen: tuple[Any, Sequence[str] | None, int] | None,
+        caller_decides: bool,
+        recorder_arguments: tuple[Any, Sequence[str] | None, int] | None,
         jit_compile: bool | None,
     ) -> None:
         self.optimizer = optimizer
         self.variables = list(variables)
         self._loss = loss
         self._model = model
-        self._each_call_says = each_call_says
+        self._caller_decides = caller_decides
         self._reducer = _reducer_of(optimizer)
         self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
         self._reducer.state_finder.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
-        self._recorder = None if seen is None else Recorder(optimizer, *seen)
+        self._recorder = None if recorder_arguments is None else Recorder(optimizer, *recorder_arguments)
         self._num_calls = 0
         self._num_updates = int(ops.convert_to_numpy(optimizer.iterations))
         known = [*self.variables, *([] if model is None else model.variables), *optimizer.variables]
         self._run = compile_step(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
 
     def __call__(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
-        """Runs one micro-batch.
+        """Run one micro-batch.
 
         Args:
-            *batch: what `loss` takes: arrays, tensors, or nested structures of them, with equally many rows.
+            *batch: arguments of `loss`: arrays, tensors, or nested structures of these, with the same number of rows.
             skip_update: bool or None; see `skip_update_ph` of `optimize_loss`.
 
         Returns:
-            The loss, not scaled, before the update: a scalar tensor.
+            The unscaled loss before the update: a scalar tensor.
 
         Raises:
-            ValueError: if `skip_update` is given and should not be, or the other way round.
+            ValueError: if `skip_update` is passed without `skip_update_ph=True`, or missing with it.
         """
         updates = self._window(skip_update)
         is_due = updates and (self._num_updates + 1) % self._every == 0
@@ -229,7 +225,7 @@ class TrainingStep:
         self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            # Those that were skipped for an overflow do not count. To read it waits for the devices, as writing does.
+            # Updates skipped for an overflow do not count. Reading waits for the devices, as writing summaries does.
             self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
             if self._num_updates % self._every == 0:
                 self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
@@ -241,10 +237,10 @@ class TrainingStep:
 
     def _window(self, skip_update: bool | None) -> bool:
         """Whether this call updates."""
-        if (skip_update is not None) != self._each_call_says:
-            needed = "must be given with each call" if self._each_call_says else "is counted by the step itself"
+        if (skip_update is not None) != self._caller_decides:
+            needed = "must be given with each call" if self._caller_decides else "is counted by the step itself"
             raise ValueError(
-                f"`skip_update` {needed}, as `skip_update_ph` was {True if self._each_call_says else None}. "
+                f"`skip_update` {needed}, as `skip_update_ph` was {True if self._caller_decides else None}. "
                 f"Received: skip_update={skip_update!r}"
             )
         if skip_update is not None:
@@ -252,10 +248,10 @@ class TrainingStep:
         return (self._num_calls + 1) % self._iter_size == 0
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
-        """What each replica does with its part of the batch."""
+        """Compute one micro-batch on a replica."""
 
         def scaled() -> tuple[Tensor, Tensor]:
-            with updating_with(self.optimizer):  # the model may be compiled with another one
+            with updating_with(self.optimizer):  # the model may be compiled with another optimizer
                 value = loss_of_batch()
             return self.optimizer.scale_loss(value), value
 
@@ -267,20 +263,17 @@ class TrainingStep:
 
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, note_before_assignment)
         if skip_update is not None:
-            # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
+            # After the loss: `decide` applies to the next `apply`, and losses of replicas in threads may interleave.
             self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 
     def summaries(self) -> dict[str, Any]:
-        """What was seen in the update that was last looked at, by tag: floats, and arrays for histograms.
-
-        Empty before the first one, and where nothing was asked for. `callbacks.TrainingSummaries` lists the tags.
-        """
+        """Return the latest summaries by tag: floats, and arrays for histograms. See `callbacks.TrainingSummaries`."""
         return {} if self._recorder is None else self._recorder.values()[1]
 
     def close(self) -> None:
-        """Ends the event file. The step must not be called again."""
+        """Close the event file. The step must not be called again."""
         if self._recorder is not None:
             self._recorder.close()
 
@@ -291,18 +284,17 @@ _STEPS = {name: f"keras_shardopt.classic.steps.{name}" for name in ("tensorflow"
 def compile_step(
     function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """A training step as a program: on all replicas, with whatever variables it reads and assigns.
+    """Compile a training step for all replicas. The step may read and assign any variables.
 
     Args:
-        function: what each replica does with its part of the batch, given as positional arguments; keyword
-            arguments are constants of the program. It returns a scalar, the mean over the rows of its part.
-        variables: those that it reads and assigns, as far as known.
-        jit_compile: None for the way that is usual on this backend, True for the compiler that fuses most, False
-            for none.
+        function: step of a replica. Positional arguments are its rows, and keyword arguments are constants of the
+            program. It returns a scalar, the mean over its rows.
+        variables: the known variables that `function` reads or assigns.
+        jit_compile: see `optimize_loss`.
 
     Returns:
-        A function of the batch (arrays or tensors whose first dimension is that of the rows) and of the constants,
-        that returns the mean over the replicas which this process runs.
+        A function of the batch (arrays or tensors, with rows along dim 0) and the constants. It returns the mean over
+        the replicas of this process.
     """
     steps = for_backend(_STEPS)
     if steps is None:
@@ -312,17 +304,16 @@ def compile_step(
 
 
 def get_regularization_loss(model: Any) -> Tensor:
-    """The sum of what a model adds to its loss: penalties of regularisers, on weights and activities, and `add_loss`.
+    """Return the sum of a model's additional losses: weight and activity regularization, and `add_loss`.
 
     Args:
-        model: a `keras.Model` or layer. What depends on a batch is that of the latest call, so in a training step call
-            this after the model.
+        model: a `keras.Model` or layer. Losses that depend on the batch are those of the latest call.
 
     Returns:
-        A scalar tensor in float32, to which each is cast first; 0.0 if there are none.
+        A float32 scalar tensor. Each loss is cast to float32 before the sum.
 
     Raises:
-        TypeError: if `model` is neither.
+        TypeError: if `model` is not a model or layer.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -342,7 +333,7 @@ def get_regularization_loss(model: Any) -> Tensor:
 
 
 def _reducer_of(optimizer: Optimizer) -> Any:
-    """The outermost `CrossShard` of an optimizer; None where there is none."""
+    """Return the outermost `CrossShard` of an optimizer, or None."""
     found = cross_shards(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
     return found[0] if found else None
 
@@ -350,13 +341,13 @@ def _reducer_of(optimizer: Optimizer) -> Any:
 def _trained(var_list: Sequence[Variable] | None, model: Any) -> list[Variable]:
     if var_list is None and model is None:
         raise ValueError(
-            "`var_list` or `model` must be given, or nobody knows what to train. Received: None for both. "
+            "`var_list` or `model` must be passed. Received: None for both. "
             "Use for example `optimize_loss(..., model=model)`."
         )
     if model is not None and not getattr(model, "built", False):
         raise ValueError(
-            "`model` must be a built `keras.Model`, so that its weights are there. "
-            f"Received: model={model!r}. Give it a `keras.Input`, or call it once on a batch before."
+            "`model` must be a built `keras.Model`. "
+            f"Received: model={model!r}. Start it with a `keras.Input`, or call it once on a batch."
         )
     variables = check.sequence("var_list", model.trainable_variables if var_list is None else var_list, at_least=0)
     if not all(hasattr(variable, "assign") for variable in variables):

@@ -1,7 +1,7 @@
 """Training steps on TensorFlow: a `tf.function` that runs on each replica of the strategy.
 
-Inside it losses are the means of the replica's own rows, as on the other backends: what `keras.losses` divide by the
-number of replicas, they divide by the number of rows of all replicas instead.
+Losses are means over the replica's rows, as on the other backends. Otherwise `keras.losses` would also divide by the
+number of replicas.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 GRADIENT_STATE = GradientState.LOCAL
-"""How gradients arrive in these steps, whatever the strategy."""
+"""State of gradients in these steps, with any strategy."""
 
 
 def compile_step(
     function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """See `steps.optimize_loss.compile_step`. It runs on the replicas of the strategy whose scope is open now."""
+    """See `steps.optimize_loss.compile_step`. The step runs on the replicas of the current strategy."""
     del variables
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
@@ -63,7 +63,7 @@ def _num_rows(batch: Any) -> Any:
 
 
 def _divided(value: Any, strategy: tf.distribute.Strategy) -> Any:
-    """The replicas' parts of a part of the batch, which may be divided already."""
+    """Split a tensor of the batch among the replicas, unless it is already."""
     if isinstance(value, tf.distribute.DistributedValues):
         return value
     value = tf.convert_to_tensor(value)
@@ -72,8 +72,8 @@ def _divided(value: Any, strategy: tf.distribute.Strategy) -> Any:
     first, num_local = local_replicas(strategy)
     if value.shape[0] % num_local:
         raise ValueError(
-            "The number of rows must divide by the number of replicas. "
-            f"Received: a batch of shape {tuple(value.shape)}, for {num_local} replicas. Leave the last rows out."
+            "The number of rows must be divisible by the number of replicas. "
+            f"Received: a batch of shape {tuple(value.shape)}, for {num_local} replicas. Drop the last rows."
         )
     parts = tf.split(value, num_local)
     return strategy.experimental_distribute_values_from_function(

@@ -1,4 +1,4 @@
-"""Training steps on PyTorch: a function that is compiled if the caller says so; replicas are other processes."""
+"""Training steps on PyTorch: eager, or compiled with `jit_compile=True`. Replicas are other processes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happens inside updates, for TensorBoard."""
+"""Summaries of updates, for TensorBoard."""

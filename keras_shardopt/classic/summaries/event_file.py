@@ -1,4 +1,4 @@
-"""Files that TensorBoard reads."""
+"""TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def checked_log_dir(log_dir: Any) -> None:
-    """Raises TypeError unless it is a path or None."""
+    """Raise TypeError unless `log_dir` is a path or None."""
     if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
         raise TypeError(f"`log_dir` must be a path or None. Received: log_dir={log_dir!r}")
 
@@ -20,15 +20,15 @@ _num_files = itertools.count()
 
 
 def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
-    """A function of tags with their values and a step, that writes them; None instead of tags ends the file."""
+    """Return a function that writes values by tag, for a step. Calling it with None closes the file."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            "Summaries are written with `tensorboardX`, which is not installed. "
-            "Run `pip install tensorboardX`, or pass `log_dir=None` to write none."
+            "Writing summaries requires `tensorboardX`, which is not installed. "
+            "Run `pip install tensorboardX`, or pass `log_dir=None` to write no files."
         ) from error
-    # Files are named by the second in which they are made; two of the same one would be one.
+    # `tensorboardX` names files by the current second, so two writers could share a file.
     suffix = f".{os.getpid()}.{next(_num_files)}"
     writer = SummaryWriter(str(log_dir), filename_suffix=suffix)
 

@@ -1,4 +1,4 @@
-"""Looks at gradients as they pass through an optimizer."""
+"""Measures gradients and weights inside updates, for summaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.classic.larc import LARC
-from keras_shardopt.classic.summaries.tags import OF_LARC, PREFIX, STAGES, rate_tag
+from keras_shardopt.classic.summaries.tags import LARC_TAGS, PREFIX, STAGES, rate_tag
 from keras_shardopt.numerics import (
     Gradients,
     Tensor,
@@ -30,20 +30,19 @@ from keras_shardopt.update import watch
 from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-_Seen = Callable[[], Gradients]
-"""Makes the gradients that are looked at, in float32 and in units of the loss."""
+_Read = Callable[[], Gradients]
+"""Returns the gradients of the unscaled loss, in float32."""
 
 
 class Observer:
-    """Keeps, as variables of the optimizer's, numbers that only the update itself knows.
+    """Stores values of an update in variables.
 
-    They travel with the state of the innermost wrapper that it looks at, so that they come out of every compiled step
-    and every branch in which an update happens.
+    The variables belong to the state of the innermost observed wrapper, because compiled steps and branches return it.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:
         self.is_due: bool | None = True
-        self._of_stages: dict[str, list[Variable]] = {}
+        self._stage_variables: dict[str, list[Variable]] = {}
         self._optimizer = optimizer
         self._every = every
         chain = [o for o in [optimizer, *descendants(optimizer)] if isinstance(o, OptimizerWrapper)]
@@ -51,38 +50,38 @@ class Observer:
         changing = [o for o in chain if isinstance(o, (GradientClipping, LARC))]
         clipping = [o for o in changing if isinstance(o, GradientClipping)]
         larcs = [o for o in changing if isinstance(o, LARC)]
-        # Who is asked, when, and for what.
-        self._looks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
+        # Wrapper, its method that calls the hook, and the hook.
+        self._hooks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
         before = (changing[0], "before_transform") if changing else (last, "before_update")
-        # Clipped once more where someone looks: what the clipping gives away need not lie in memory for that.
+        # Hooks clip the gradients again: keeping the clipped gradients for them would take memory.
         self._clipping = clipping[-1] if clipping else None
         clipped = (clipping[-1], "before_transform") if clipping else before
         if "global_gradient_norm" in names:
-            self._looks.append((*before, self._see_global_norm))
+            self._hooks.append((*before, self._store_global_norm))
             if clipping:
-                self._looks.append((*clipped, self._see_clipped_norm))
+                self._hooks.append((*clipped, self._store_clipped_norm))
         if "gradients" in names or "gradient_norm" in names:
-            self._looks.append((*clipped, self._see_gradients))
+            self._hooks.append((*clipped, self._store_gradients))
         if "larc_summaries" in names and larcs:
-            self._looks.append((larcs[-1], "before_transform", self._see_larc))
-        self._looks.append((last, "before_update", self._see_update))
+            self._hooks.append((larcs[-1], "before_transform", self._store_larc))
+        self._hooks.append((last, "before_update", self._store_update))
         self._names = names
         self._larc = larcs[-1] if larcs and "larc_summaries" in names else None
         self._stages = [(STAGES[name][1], *self._watch(name)) for name in names if name in STAGES]
-        self._watched = [wrapper for wrapper in chain if any(wrapper is look[0] for look in self._looks)]
+        self._observed = [wrapper for wrapper in chain if any(wrapper is hook[0] for hook in self._hooks)]
         self._leaves = base_optimizers(optimizer)
         self._updated = list(last._variables_inside(last._trainable_variables))
         with placement.colocate_with(self._updated[0]):
-            self._notes = {**self._of_stages, **self._new_notes(bool(clipping))}
-        placement.place(self._all_notes(), "replicated")
-        for wrapper in self._watched:
+            self._stored = {**self._stage_variables, **self._new_values(bool(clipping))}
+        placement.place(self._all_variables(), "replicated")
+        for wrapper in self._observed:
             wrapper._observe(self)
 
-    def leave(self) -> None:
-        """Looks no longer."""
+    def detach(self) -> None:
+        """Stop observing."""
         for _, _, end in self._stages:
             end()
-        for wrapper in self._watched:
+        for wrapper in self._observed:
             wrapper._observe(None)
 
     def _watch(self, name: str) -> tuple[Any, Callable[[], None]]:
@@ -90,70 +89,70 @@ class Observer:
         found = cross_shards(self._optimizer)
         if not found:
             raise ValueError(
-                f'`summaries=["{name}"]` needs a `CrossShard`, which has the gradients of each replica. '
+                f'`summaries=["{name}"]` requires a `CrossShard`, because it measures the gradients of each replica. '
                 f"Received: {self._optimizer!r}. Use `CrossShard({self._optimizer!r})`."
             )
         window = found[0].accumulation
 
-        def note(shape: Sequence[int], dtype: str = "float32", **_: Any) -> Variable:
-            self._of_stages.setdefault(name, []).append(_note(shape, dtype))
-            return self._of_stages[name][-1]
+        def add_variable(shape: Sequence[int], dtype: str = "float32", **_: Any) -> Variable:
+            self._stage_variables.setdefault(name, []).append(_new_variable(shape, dtype))
+            return self._stage_variables[name][-1]
 
         with placement.colocate_with(found[0]._trainable_variables[0]):
             if processes.num_replicas() == 1 and window is None:
                 raise ValueError(
-                    f'`summaries=["{name}"]` compares the gradients of replicas, or of micro-batches. '
+                    f'`summaries=["{name}"]` compares the gradients of several replicas or micro-batches. '
                     f"Received: 1 replica, with {found[0]!r}. "
-                    "Train on several, or use `CrossShard(..., gradient_accumulation_steps=k)`."
+                    "Use several replicas, or `CrossShard(..., gradient_accumulation_steps=k)`."
                 )
-            if processes.process()[0] > 1:  # they exchange more from now on, so all must have this summary
+            if processes.process()[0] > 1:  # raises unless all processes have this summary, which adds communication
                 processes.gather_objects(name)
             made, _ = STAGES[name]
-            return watch(found[0], made(), f'summaries=["{name}"]', note)
+            return watch(found[0], made(), f'summaries=["{name}"]', add_variable)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _new_notes(self, clips: bool) -> dict[str, list[Variable]]:
+    def _new_values(self, clips: bool) -> dict[str, list[Variable]]:
         names, updated = self._names, self._updated
-        notes = {"update": [_note((), "int32")]}
+        values = {"update": [_new_variable((), "int32")]}
         if "learning_rate" in names or self._larc is not None:
-            notes["rates"] = [_note((len(self._leaves),))]
+            values["rates"] = [_new_variable((len(self._leaves),))]
         if "global_gradient_norm" in names:
-            notes["global_norm"] = [_note(())]
+            values["global_norm"] = [_new_variable(())]
             if clips:
-                notes["clipped_norm"] = [_note(())]
+                values["clipped_norm"] = [_new_variable(())]
         if "gradients" in names or "gradient_norm" in names:
-            notes["gradient_norms"] = [_note((len(updated),))]
+            values["gradient_norms"] = [_new_variable((len(updated),))]
         if "gradients" in names:
-            notes["gradients"] = [_note(v.shape) for v in updated]
+            values["gradients"] = [_new_variable(v.shape) for v in updated]
         if "variable_norm" in names:
-            notes["variable_norms"] = [_note((len(updated),))]
+            values["variable_norms"] = [_new_variable((len(updated),))]
         if "variables" in names:
-            notes["variables"] = [_note(v.shape) for v in updated]
+            values["variables"] = [_new_variable(v.shape) for v in updated]
         if self._larc is not None:
-            notes["ratios"] = [_note((len(updated),))]
-        return notes
+            values["ratios"] = [_new_variable((len(updated),))]
+        return values
 
-    def _all_notes(self) -> list[Variable]:
-        return list(itertools.chain.from_iterable(self._notes.values()))
+    def _all_variables(self) -> list[Variable]:
+        return list(itertools.chain.from_iterable(self._stored.values()))
 
     def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
-        """All of them, with the innermost wrapper that is looked at."""
-        return self._all_notes() if wrapper is self._watched[-1] else []
+        """Return the variables that belong to the state of this wrapper."""
+        return self._all_variables() if wrapper is self._observed[-1] else []
 
-    # -- looking -------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """See `Observer`."""
-        self._look(wrapper, "before_transform", grads, variables)
+        self._run_hooks(wrapper, "before_transform", grads, variables)
 
     def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """See `Observer`."""
-        self._look(wrapper, "before_update", grads, variables)
+        self._run_hooks(wrapper, "before_update", grads, variables)
 
-    def _look(self, wrapper: OptimizerWrapper, when: str, grads: Gradients, variables: Sequence[Variable]) -> None:
-        looks = [see for w, moment, see in self._looks if w is wrapper and moment == when]
-        if not looks:
+    def _run_hooks(self, wrapper: OptimizerWrapper, when: str, grads: Gradients, variables: Sequence[Variable]) -> None:
+        hooks = [hook for w, moment, hook in self._hooks if w is wrapper and moment == when]
+        if not hooks:
             return
         is_due: Any = self.is_due
         if is_due is None or runtime.version(wrapper.iterations) is None:
@@ -161,126 +160,123 @@ class Observer:
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not overwrites_variable(v)]
         unit = wrapper._incoming_scale()
-        seen_variables = [v for _, v in plain]
+        kept_variables = [v for _, v in plain]
 
-        # Only those who want gradients make them: where steps are traced, what a branch reads must lie in memory.
-        def seen() -> Gradients:
+        # Called only by hooks that need gradients, because a traced branch keeps its inputs in memory.
+        def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
-        def see_all() -> None:
-            for see in looks:
-                see(seen, seen_variables)
+        def run_all() -> None:
+            for hook in hooks:
+                hook(read, kept_variables)
 
-        runtime.cond(is_due, lambda _: see_all(), (), self._all_notes(), communicates=False)
+        runtime.cond(is_due, lambda _: run_all(), (), self._all_variables(), communicates=False)
 
-    def _keep(self, name: str, values: Sequence[Any]) -> None:
-        for note, value in zip(self._notes[name], values):
-            note.assign(ops.cast(value, note.dtype))
+    def _store(self, name: str, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._stored[name], values):
+            variable.assign(ops.cast(value, variable.dtype))
 
     def _clipped(self, grads: Gradients) -> Gradients:
-        """What the clipping makes of gradients; without one, these themselves."""
         if self._clipping is None:
             return grads
         return clipped_to(grads, self._clipping.clip_gradients, global_norm(grads))
 
-    def _see_global_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
-        self._keep("global_norm", [global_norm(seen())])
+    def _store_global_norm(self, read: _Read, variables: Sequence[Variable]) -> None:
+        self._store("global_norm", [global_norm(read())])
 
-    def _see_clipped_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
-        self._keep("clipped_norm", [global_norm(self._clipped(seen()))])
+    def _store_clipped_norm(self, read: _Read, variables: Sequence[Variable]) -> None:
+        self._store("clipped_norm", [global_norm(self._clipped(read()))])
 
-    def _see_gradients(self, seen: _Seen, variables: Sequence[Variable]) -> None:
-        grads = self._clipped(seen())
-        self._keep("gradient_norms", [self._by_variable(variables, grads, lambda g, _: global_norm([g]))])
-        if "gradients" in self._notes:
+    def _store_gradients(self, read: _Read, variables: Sequence[Variable]) -> None:
+        grads = self._clipped(read())
+        self._store("gradient_norms", [self._by_variable(variables, grads, lambda g, _: global_norm([g]))])
+        if "gradients" in self._stored:
             whole = dict(zip(map(id, variables), grads))
-            kept = [whole.get(id(v)) for v in self._given(variables)]
+            kept = [whole.get(id(v)) for v in self._trainable_of(variables)]
             zeros = [ops.zeros(v.shape, "float32") if g is None else g for g, v in zip(kept, self._updated)]
-            self._keep("gradients", [dense(g, v) for g, v in zip(zeros, self._updated)])
+            self._store("gradients", [dense(g, v) for g, v in zip(zeros, self._updated)])
 
-    def _see_larc(self, seen: _Seen, variables: Sequence[Variable]) -> None:
+    def _store_larc(self, read: _Read, variables: Sequence[Variable]) -> None:
         larc = self._larc
         assert larc is not None
         unit = larc._incoming_scale()
-        self._keep(
-            "ratios",
-            [self._by_variable(variables, seen(), lambda g, v: larc.ratio(map_values(lambda x: x * unit, g), v))],
-        )
+        ratios = self._by_variable(variables, read(), lambda g, v: larc.ratio(map_values(lambda x: x * unit, g), v))
+        self._store("ratios", [ratios])
 
-    def _see_update(self, seen: _Seen, variables: Sequence[Variable]) -> None:
-        if "rates" in self._notes:
-            self._keep("rates", [ops.stack([ops.cast(leaf.learning_rate, "float32") for leaf in self._leaves])])
-        if "variable_norms" in self._notes:
-            self._keep("variable_norms", [ops.stack([global_norm([ops.convert_to_tensor(v)]) for v in self._updated])])
-        if "variables" in self._notes:
-            self._keep("variables", [ops.convert_to_tensor(v) for v in self._updated])
-        self._keep("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
+    def _store_update(self, read: _Read, variables: Sequence[Variable]) -> None:
+        if "rates" in self._stored:
+            self._store("rates", [ops.stack([ops.cast(leaf.learning_rate, "float32") for leaf in self._leaves])])
+        if "variable_norms" in self._stored:
+            self._store("variable_norms", [ops.stack([global_norm([ops.convert_to_tensor(v)]) for v in self._updated])])
+        if "variables" in self._stored:
+            self._store("variables", [ops.convert_to_tensor(v) for v in self._updated])
+        self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
-    def _given(self, variables: Sequence[Variable]) -> list[Variable]:
-        """The trainable variables, as they are where `variables` come from."""
-        mine = self._optimizer._trainable_variables
+    def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Return the trainable variables, or the slices that stand for them if `variables` are slices."""
+        trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
-        return [v if id(v) in chosen else inner for v, inner in zip(mine, self._updated)]
+        return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]
 
     def _by_variable(
-        self, variables: Sequence[Variable], grads: Gradients, number: Callable[[Tensor, Variable], Tensor]
+        self, variables: Sequence[Variable], grads: Gradients, measure: Callable[[Tensor, Variable], Tensor]
     ) -> Tensor:
-        """A number for each trainable variable, NaN where there is no gradient."""
+        """Measure each trainable variable with its gradient. The result is NaN if it has no gradient."""
         found = {id(v): g for v, g in zip(variables, grads) if g is not None}
         nan = ops.full((), float("nan"), "float32")
-        numbers = [number(found[id(v)], v) if id(v) in found else nan for v in self._given(variables)]
-        return ops.stack([ops.cast(n, "float32") for n in numbers])
+        values = [measure(found[id(v)], v) if id(v) in found else nan for v in self._trainable_of(variables)]
+        return ops.stack([ops.cast(value, "float32") for value in values])
 
-    # -- what was seen -------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------
 
     def values(self) -> tuple[int, dict[str, Any]]:
         """See `Recorder.values`."""
-        notes = {name: [ops.convert_to_numpy(note) for note in kept] for name, kept in self._notes.items()}
-        update = int(notes["update"][0])
+        stored = {name: [ops.convert_to_numpy(v) for v in variables] for name, variables in self._stored.items()}
+        update = int(stored["update"][0])
         tags: dict[str, Any] = {}
         if not update:
             return 0, tags
         if "learning_rate" in self._names:
-            rates = zip(self._leaves, notes["rates"][0])
+            rates = zip(self._leaves, stored["rates"][0])
             tags.update({rate_tag(leaf, len(self._leaves)): float(rate) for leaf, rate in rates})
         for name, tag in (
             ("global_norm", "global_gradient_norm"),
             ("clipped_norm", "global_clipped_gradient_norm"),
         ):
-            if name in notes:
-                tags[PREFIX + tag] = float(notes[name][0])
+            if name in stored:
+                tags[PREFIX + tag] = float(stored[name][0])
         for attributes, stage, _ in self._stages:
             found = {tag: getattr(stage, attribute) for tag, attribute in attributes.items()}
             tags.update({PREFIX + tag: value for tag, value in found.items() if np.isfinite(value)})
         paths = _unique([v.path for v in self._updated])
         has_gradient = [True] * len(paths)
-        if "gradient_norms" in notes:
-            has_gradient = [not np.isnan(norm) for norm in notes["gradient_norms"][0]]
+        if "gradient_norms" in stored:
+            has_gradient = [not np.isnan(norm) for norm in stored["gradient_norms"][0]]
         for i, path in enumerate(paths):
-            if "gradients" in notes and has_gradient[i]:
-                gradient = notes["gradients"][i]
+            if "gradients" in stored and has_gradient[i]:
+                gradient = stored["gradients"][i]
                 tags[f"{PREFIX}gradients/{path}"] = np.where(np.isfinite(gradient), gradient, 0)
             if "gradient_norm" in self._names and has_gradient[i]:
-                tags[f"{PREFIX}gradient_norm/{path}"] = float(notes["gradient_norms"][0][i])
-            if "variables" in notes:
-                tags[f"{PREFIX}variables/{path}"] = notes["variables"][i]
-            if "variable_norms" in notes:
-                tags[f"{PREFIX}variable_norm/{path}"] = float(notes["variable_norms"][0][i])
-            if self._larc is not None and not np.isnan(notes["ratios"][0][i]):
-                tags.update(self._of_larc(i, path, float(notes["ratios"][0][i]), notes["rates"][0]))
+                tags[f"{PREFIX}gradient_norm/{path}"] = float(stored["gradient_norms"][0][i])
+            if "variables" in stored:
+                tags[f"{PREFIX}variables/{path}"] = stored["variables"][i]
+            if "variable_norms" in stored:
+                tags[f"{PREFIX}variable_norm/{path}"] = float(stored["variable_norms"][0][i])
+            if self._larc is not None and not np.isnan(stored["ratios"][0][i]):
+                tags.update(self._larc_tags(i, path, float(stored["ratios"][0][i]), stored["rates"][0]))
         return update, tags
 
-    def _of_larc(self, i: int, path: str, ratio: float, rates: np.ndarray) -> dict[str, float]:
+    def _larc_tags(self, i: int, path: str, ratio: float, rates: np.ndarray) -> dict[str, float]:
         assert self._larc is not None
         leaf = leaf_of(self._optimizer, self._optimizer._trainable_variables[i])
         rate = float(rates[next(k for k, other in enumerate(self._leaves) if other is leaf)])
         values = [float(ratio < 1), ratio, rate * ratio]
-        kept = zip(OF_LARC, values) if self._larc.larc_mode == "clip" else zip(OF_LARC[1:], values[1:])
+        kept = zip(LARC_TAGS, values) if self._larc.larc_mode == "clip" else zip(LARC_TAGS[1:], values[1:])
         return {f"{PREFIX}{tag}/{path}": value for tag, value in kept}
 
 
-def _note(shape: Sequence[int], dtype: str = "float32") -> Variable:
-    # Each replica of TensorFlow keeps its own, equal ones: where an update happens, replicas cannot always communicate.
+def _new_variable(shape: Sequence[int], dtype: str = "float32") -> Variable:
+    # TensorFlow's replicas cannot always communicate inside an update, so each has a copy. Copies are equal.
     return keras.Variable(
         ops.zeros(tuple(shape), dtype),
         dtype=dtype,
@@ -293,7 +289,7 @@ def _note(shape: Sequence[int], dtype: str = "float32") -> Variable:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, those that come again with a number."""
+    """Append a number to repeated names."""
     seen: dict[str, int] = {}
     result = []
     for name in names:

@@ -1,7 +1,4 @@
-"""What happens inside updates, as TensorBoard event files.
-
-Hides where in a chain of optimizers a number is to be had, how it gets out of a compiled step, and who writes files.
-"""
+"""Records summaries of an optimizer's updates in TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class Recorder:
-    """Sees every so many updates of an optimizer, and writes what was asked for.
+    """Measures every n-th update of an optimizer, and writes the summaries.
 
     Args:
-        optimizer: a `keras.optimizers.Optimizer` that is built. Of one that no wrapper of this package is around, only
-            the learning rate can be seen.
-        log_dir: path or None. Rank 0 writes event files there; None writes nothing.
-        summaries: names out of `SUMMARIES`, or None.
-        every: int >= 1, in updates.
-        prefix: what all tags of this optimizer begin with.
-        colocate_with: another recorder, into whose files this one writes.
-        looks_inside: bool. Whether the updates themselves can be seen; else only what can be read between them.
+        optimizer: a built `keras.optimizers.Optimizer`. Without a wrapper of this package, only its learning rate is
+            available.
+        log_dir: path or None. Directory for event files, written by rank 0. None writes no files.
+        summaries: list of names from `SUMMARIES`, or None for `DEFAULT_SUMMARIES`.
+        every: int >= 1. Updates between summaries.
+        prefix: str. Prefix of all tags.
+        colocate_with: `Recorder` with the file to write to, or None.
+        looks_inside: bool. False records only values that can be read between updates.
 
     Raises:
-        ValueError: if what is asked for cannot be seen.
-        ImportError: if files are to be written and `tensorboardX` is not installed.
+        ValueError: if a summary is not available.
+        ImportError: with `log_dir`, if `tensorboardX` is not installed.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Recorder:
                 self._observer = Observer(optimizer, names, every)
         elif summaries is not None and set(names) - {"learning_rate"}:
             raise ValueError(
-                "`summaries` of gradients can be had of the optimizers of this package only. Received: "
+                "`summaries` of gradients require an optimizer of this package. Received: "
                 f"summaries={list(names)}, with {type(optimizer).__name__}. "
                 f"Use `CrossShard({type(optimizer).__name__}())`, which changes nothing with one replica."
             )
@@ -74,21 +71,18 @@ class Recorder:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many gradients make an update."""
+        """Micro-batches per update."""
         chain = [self.optimizer, *descendants(self.optimizer)]
         steps = [getattr(o, "gradient_accumulation_steps", None) for o in chain if isinstance(o, OptimizerWrapper)]
         return next((k for k in steps if k), 1)
 
     def expect(self, is_due: bool | None) -> None:
-        """Says before a step, where steps are run line by line, whether what it does will be asked for.
-
-        None stands for each `every`-th update, which is then found by reading their number.
-        """
+        """Set whether the next eager step measures its update. None: if the counter is due (one read per step)."""
         if self._observer is not None:
             self._observer.is_due = is_due
 
     def values(self) -> tuple[int, dict[str, Any]]:
-        """The number of the update that was seen last, and what was seen, by tag: floats, and arrays for histograms."""
+        """Return the number of the update measured last, and its values by tag: floats, and arrays for histograms."""
         optimizer = self.optimizer
         tags: dict[str, Any] = {}
         if self._observer is not None:
@@ -102,7 +96,7 @@ class Recorder:
         return step, tags
 
     def record(self, more: Callable[[], dict[str, float]] = dict) -> bool:
-        """Writes what was seen since the last time, if anything, and what `more` returns. Returns whether it has."""
+        """Write values of a new update, and the result of `more`. Return whether a new update was measured."""
         if self._write is None or not self._names:
             return False
         step, tags = self.values()
@@ -113,9 +107,9 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Looks no longer, and ends the file. A compiled step must be compiled anew."""
+        """Stop measuring, and close the file. Compiled steps must be compiled again."""
         if self._observer is not None:
-            self._observer.leave()
+            self._observer.detach()
         if self._write is not None:
             self._write(None, 0)
             self._write = None

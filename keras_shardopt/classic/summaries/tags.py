@@ -1,4 +1,4 @@
-"""The names of what is written, and what a rate or a loss scale is now."""
+"""Names and tags of summaries, and current learning rates and loss scales."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SUMMARIES = [
     "larc_summaries",
     "loss_scale",
 ]
-"""The names that users can ask for."""
+"""The names that users can pass."""
 
 STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
-"""By name of a summary: the maker of a stage that measures it, and the attribute of the stage for each tag."""
+"""For each summary that a stage measures: a function that returns the stage, and the stage's attribute by tag."""
 
 
 def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
@@ -33,30 +33,25 @@ def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
 
 
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
-"""What None asks for."""
+"""Summaries for `summaries=None`."""
 
 PREFIX = "Loss_Optimization/"
-OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
+LARC_TAGS = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
 
 
 def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of summaries, each once; None stands for the default ones.
-
-    Raises:
-        TypeError: if it is not a list of names.
-        ValueError: if a name is unknown.
-    """
+    """Return the names without duplicates, or `DEFAULT_SUMMARIES` for None. Invalid names raise an error."""
     if summaries is None:
         return DEFAULT_SUMMARIES
     if isinstance(summaries, str) or not isinstance(summaries, (list, tuple, set, frozenset)):
         raise TypeError(f"`summaries` must be a list of names, or None. Received: summaries={summaries!r}")
-    # Asked for by itself, it would have nothing to clip.
+    # "global_gradient_norm" includes the norm after clipping.
     names = [
         "global_gradient_norm" if name == "global_clipped_gradient_norm" else name for name in map(_word, summaries)
     ]
     unknown = [name for name in names if name not in SUMMARIES]
     if unknown:
-        raise ValueError(f"`summaries` may hold {SUMMARIES}. Received: {unknown} among them.")
+        raise ValueError(f"`summaries` may contain {SUMMARIES}. Received: {unknown} among them.")
     return tuple(name for name in SUMMARIES if name in names)
 
 
@@ -65,18 +60,18 @@ def _word(name: Any) -> str:
 
 
 def rates(optimizer: Optimizer) -> dict[str, float]:
-    """The learning rates of now, by the tags that Keras gives them."""
+    """Return the current learning rates by Keras' tags."""
     found = base_optimizers(optimizer)
     tags = [rate_tag(leaf, len(found)) for leaf in found]
     return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
 
 
 def dynamic_loss_scale(optimizer: Optimizer) -> float | None:
-    """The scale of the loss, if the optimizer has one that changes."""
+    """Return the current dynamic loss scale, or None."""
     scale = getattr(optimizer, "loss_scale", None)
     return None if scale is None or isinstance(scale, (int, float)) else float(ops.convert_to_numpy(scale))
 
 
 def rate_tag(leaf: Any, num_leaves: int) -> str:
-    """The tag of an optimizer's rate, which names it where there are several."""
+    """Return the tag of a learning rate. It contains the optimizer's name if several exist."""
     return "learning_rate" if num_leaves == 1 else f"learning_rate_{leaf.name}"

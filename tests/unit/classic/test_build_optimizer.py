@@ -128,7 +128,7 @@ def test_clipping_and_larc_exclude_each_other():
         ({"optimizer": "SGD", "optimizer_params": 3}, TypeError, "optimizer_params=3"),
         ({"optimizer": "SGD", "optimizer_params": {"no_such": 3}}, TypeError, "no_such"),
         ({"optimizer_params": {"learning_rate": 1.0}, "learning_rate_decay_fn": 0.1}, TypeError, "once"),
-        ({"optimizer": keras.optimizers.SGD(), "learning_rate_decay_fn": 0.1}, ValueError, "made already"),
+        ({"optimizer": keras.optimizers.SGD(), "learning_rate_decay_fn": 0.1}, ValueError, "Received: the instance"),
         ({"dtype": "mixed", "loss_scaling": "dynamic"}, ValueError, "dynamic"),
         ({"loss_scaling": True}, TypeError, "loss_scaling"),
         ({"loss_scaling": -1.0}, ValueError, "loss_scaling"),
@@ -143,9 +143,13 @@ def test_clipping_and_larc_exclude_each_other():
         ({"dtype": "no_such"}, ValueError, "dtype"),
         ({"cross_shard": "mean"}, TypeError, "cross_shard"),
         ({"cross_shard": {"old": 1}}, ValueError, "`cross_shard` may hold"),
-        ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Give one"),
-        ({"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}}, ValueError, "belong to"),
-        ({"optimizer": "adam", "tf1_defaults": True}, ValueError, "written like this"),
+        ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Pass one"),
+        (
+            {"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}},
+            ValueError,
+            "cannot be combined",
+        ),
+        ({"optimizer": "adam", "tf1_defaults": True}, ValueError, "requires one of the names"),
     ],
 )
 def test_mistakes(arguments, error, words):

@@ -216,11 +216,11 @@ def test_wrong_arguments_are_refused_at_construction(vars_to_clip_dims, max_norm
     ("vars_to_clip_dims", "message"),
     [
         ({"v": [0]}, r"Received: 'v', with the trainable variables \['w'\]"),
-        ({"w": [1]}, r"variable's 1. Received: \[1\] for `w`"),
+        ({"w": [1]}, r"variable's 1 dims. Received: \[1\] for `w`"),
         ({"w": [-2]}, "variable's 1"),
-        ({"w": [0, -1]}, "different ones"),
+        ({"w": [0, -1]}, "must be distinct"),
         ({"w.*": [0], ".*w": [0]}, "several expressions"),
-        ({"w(": [0]}, r"Received: 'w\('.* As an expression it is wrong: .*unterminated subpattern"),
+        ({"w(": [0]}, r"Received: 'w\('.* It is no valid regular expression: .*unterminated subpattern"),
     ],
 )
 def test_wrong_keys_and_dims_are_refused_when_building(vars_to_clip_dims, message):
