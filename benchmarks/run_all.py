@@ -117,27 +117,29 @@ def with_before(table: list[str], older: dict[str, Any]) -> list[str]:
 
 def picture(table: list[str]) -> str:
     """Draws the first ratios of a table as bars, in SVG."""
-    rows = rows_of(table)
-    if len(rows) < 2:
-        return ""
-    longest = max(float(row["high"]) for row in rows)
-    unit, left = 320 / longest, 330
+    rows = [(row["name"], f"{row['ratio']} ({row['low']} to {row['high']})") for row in rows_of(table)]
+    return bars(rows) if len(rows) > 1 else ""
+
+
+def bars(rows: list[tuple[str, str]]) -> str:
+    """Draws ratios with their quartiles as bars. Names stand above the bars, so they are readable on a phone."""
+    found = [(name, *map(float, re.findall(r"[\d.]+", cell))) for name, cell in rows]
+    unit = 380 / max(high for *_, high in found)
     shapes = []
-    for number, row in enumerate(rows):
-        top = 24 * number
-        ratio, low, high = (float(row[name]) * unit for name in ("ratio", "low", "high"))
-        label = row["name"].replace("&", "&amp;").replace("<", "&lt;")
+    for number, (name, ratio, low, high) in enumerate(found):
+        top = 36 * number
+        label = name.replace("&", "&amp;").replace("<", "&lt;")
         kind = ' class="ours"' if "CrossShard" in label or "fit," in label else ""
         shapes += [
-            f'<text x="{left - 8}" y="{top + 16}" text-anchor="end">{label}</text>',
-            f'<rect{kind} x="{left}" y="{top + 4}" width="{ratio:.1f}" height="16" rx="2"/>',
-            f'<path d="M{left + low:.1f} {top + 12}H{left + high:.1f}"/>',
-            f'<text x="{left + high + 6:.1f}" y="{top + 16}">{row["ratio"]}</text>',
+            f'<text x="0" y="{top + 12}">{label}</text>',
+            f'<rect{kind} x="0" y="{top + 17}" width="{ratio * unit:.1f}" height="12" rx="2"/>',
+            f'<path d="M{low * unit:.1f} {top + 23}H{high * unit:.1f}"/>',
+            f'<text x="{high * unit + 6:.1f}" y="{top + 27}">{ratio:.2f}</text>',
         ]
-    height = 24 * len(rows)
+    height = 36 * len(rows)
     return (
-        f'<svg class="bars" viewBox="0 0 720 {height}" width="720" role="img" aria-label="times as bars">'
-        f'<path class="one" d="M{left + unit:.1f} 0V{height}"/>{"".join(shapes)}</svg>\n'
+        f'<svg class="bars" viewBox="0 0 440 {height}" width="440" role="img" aria-label="times as bars">'
+        f'<path class="one" d="M{unit:.1f} 0V{height}"/>{"".join(shapes)}</svg>\n'
     )
 
 

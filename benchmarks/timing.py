@@ -130,7 +130,7 @@ def markdown(run: dict[str, Any]) -> str:
     paragraphs = [
         f"# {run['title']}",
         f"{run.get('of', run['date'])}. {run['machine']}. {about}. "
-        "Medians over rounds in turns, with quartiles of the ratios.",
+        "Medians over repetitions in turns, with quartiles of the ratios.",
         f"    {run['command']}",
     ]
     for part in run["parts"]:

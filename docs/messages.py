@@ -42,7 +42,7 @@ SUBJECTS = (
     ),
     ("Accumulation", "accumulation.md", r"update/accumulation"),
     ("Local SGD", "local_sgd.md", r"extensions/local_sgd"),
-    ("Equal bits", "randomness.md", r"extensions/equal_bits"),
+    ("Virtual replicas", "randomness.md", r"extensions/equal_bits"),
     (
         "Reducing gradients",
         "reduction.md",

@@ -170,10 +170,10 @@ FEATURES = [
             tensorflow=_TF + "test_groups_drift_apart_under_fit",
             torch=_FOUR + "[groups_drift_apart_and_are_made_once]",
         ),
-        {"jax": "in `shard_map` and `pmap`; refused in `fit`"},
+        {"jax": "in `shard_map` and `pmap`; an error in `fit`"},
     ),
     Feature(
-        "`VirtualReplicas`: the same bits on 1, 2, 4 or 8 replicas",
+        "`VirtualReplicas`: bitwise identical on 1, 2, 4 or 8 replicas",
         _on(
             jax="promises/test_same_bits_jax.py::test_one_sha256_for_any_number_of_devices",
             tensorflow="promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_number_of_devices",
@@ -206,7 +206,7 @@ FEATURES = [
             tensorflow="promises/test_sharded_state_tensorflow.py::test_updates_are_those_of_whole_state",
             torch="promises/test_sharded_state_ranks.py::test_on_ranks",
         ),
-        {"jax": "under `fit`", "tensorflow": "`MirroredStrategy`, element-wise optimizers"},
+        {"jax": "under `fit`", "tensorflow": "one machine, element-wise optimizers"},
     ),
     Feature(
         "its files fit any number of replicas",
@@ -273,26 +273,26 @@ FEATURES = [
         ),
     ),
     Feature(
-        "two machines (network namespaces) make the updates of one process, and go on after a death",
+        "two machines (network namespaces) make the updates of one process, and continue after a death",
         _on(
             everywhere="promises/test_several_machines.py::test_two_machines_train_as_one_process_and_go_on_after_a_death"
         ),
     ),
     Feature(
-        "a job that loses a process goes on with fewer",
+        "a job that loses a process continues with fewer",
         _on(
             everywhere="promises/test_launched.py::test_a_job_that_loses_a_process_goes_on_with_fewer"
         ),
     ),
     Feature(
-        "a `torchrun` job that loses a machine goes on with the other",
+        "a `torchrun` job that loses a machine continues with the other",
         _on(
             torch="promises/test_several_machines.py::test_a_job_that_loses_a_machine_goes_on_with_the_other"
         ),
         {"jax": "start it again", "tensorflow": "start it again"},
     ),
     Feature(
-        "where a link is cut, all raise, and name the machine",
+        "if a network link is cut, all raise and name the machine",
         _on(
             everywhere="promises/test_several_machines.py::test_all_raise_where_a_link_is_cut"
         ),
@@ -391,8 +391,8 @@ def page(folder: pathlib.Path) -> str:
     columns = sorted(
         files,
         key=lambda c: (
-            list(BACKENDS).index(c[0]),
             [-int(part) for part in c[1].split(".")],
+            list(BACKENDS).index(c[0]),
         ),
     )
     lines = [

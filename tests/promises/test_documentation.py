@@ -20,7 +20,7 @@ BACKEND = keras.config.backend()
 RUNNING = [page for page in pages.PAGES if any(block.runs_on(BACKEND) for block in pages.blocks(page))]
 
 
-API = "\n".join(page.read_text(encoding="utf-8") for page in sorted((pages.DOCS / "api").glob("*.md")))
+API = "\n".join(page.read_text(encoding="utf-8") for page in sorted((pages.DOCS / "api").rglob("*.md")))
 
 
 def build_model():
@@ -124,9 +124,9 @@ def test_no_example_converts_a_variable_of_replicas_with_int_or_float():
 @pytest.mark.neutral
 def test_every_public_name_is_on_one_api_page():
     listed = re.findall(r"^::: keras_shardopt\.(\S+)$", API, re.MULTILINE)
-    public = {name for name in ks.__all__ if name not in ("callbacks", "schedules")}
-    public |= {f"schedules.{name}" for name in ks.schedules.__all__}
-    public |= {f"callbacks.{name}" for name in ks.callbacks.__all__}
+    modules = ("callbacks", "compression", "schedules")
+    public = {name for name in ks.__all__ if name not in modules}
+    public |= {f"{module}.{name}" for module in modules for name in getattr(ks, module).__all__}
     assert not public - set(listed)
     assert len(set(listed)) == len(listed)
 
@@ -227,12 +227,13 @@ def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
 
 
 @pytest.mark.neutral
-def test_the_picture_of_the_readme_is_that_of_the_results(monkeypatch):
+def test_the_pictures_are_those_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(pages.DOCS)
-    import draw_readme
+    import draw_results
 
-    assert draw_readme.PICTURE.read_text(encoding="utf-8") == draw_readme.picture(), "run `python docs/draw_readme.py`"
-    assert "CrossShard" in draw_readme.picture()
+    for name, draw in draw_results.PICTURES.items():
+        assert (draw_results.IMAGES / name).read_text(encoding="utf-8") == draw(), "run `python docs/draw_results.py`"
+    assert "CrossShard" in draw_results.readme()
 
 
 @pytest.mark.neutral
@@ -243,6 +244,21 @@ def test_the_page_of_benchmarks_is_of_the_newest_results(monkeypatch):
     assert run_all.PAGE.read_text(encoding="utf-8") == run_all.page(), "run `python benchmarks/run_all.py --page`"
     assert run_all.page().count("<svg") > len(run_all.kept())
     assert "| before, 20" in run_all.page()
+
+
+@pytest.mark.neutral
+def test_the_tables_on_pages_are_of_the_newest_results(monkeypatch):
+    monkeypatch.syspath_prepend(pages.DOCS.parent / "benchmarks")
+    import tables
+
+    texts = {page: page.read_text(encoding="utf-8") for page in pages.PAGES}
+    marked = [name for text in texts.values() for _, name, _ in tables.MARKED.findall(text)]
+    assert sorted(marked) == sorted(tables.TABLES)
+    stale = [page.name for page, text in texts.items() if tables.page(text) != text]
+    assert not stale, "run `python benchmarks/tables.py`"
+
+    changed = texts[pages.DOCS / "performance.md"].replace("| 1.07 |", "| 0.99 |")
+    assert tables.page(changed) == texts[pages.DOCS / "performance.md"] != changed
 
 
 @pytest.mark.neutral
@@ -291,6 +307,51 @@ def test_messages_that_troubleshooting_quotes_are_in_the_package():
     for message in quoted:
         for part in message.split(" ... "):
             assert part in sources, part
+
+
+# Words that only the authors know, and those of the glossary.
+COINED = {
+    r"rounds?": "sync step, or repetition",
+    r"anchors?": "reference weights",
+    r"legs?": "phase",
+    r"house|rooms?": "folder",
+    r"told|heard": "set by the user; received",
+    r"(a|the|each) looks?": "evaluation, or saving",
+    r"parts? of (a|the|each|its|one) batch|batch[^.|]{0,20} parts": "virtual replica, micro-batch, or rows",
+    r"slow links?": "slow network",
+}
+
+
+def words_of(text):
+    """A page without its head, comments, code, targets of links, and tables of numbers."""
+    text = re.sub(r"\A---\n.*?\n---\n|^```.*?^```|<!--.*?-->|<svg.*?</svg>", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^(?:    |:::).*$|`[^`]*`|\]\([^)]*\)|\{ #[^}]* \}", "]", text, flags=re.MULTILINE)
+
+
+@pytest.mark.neutral
+def test_the_glossary_defines_each_term_once_and_pages_link_to_it():
+    glossary = pages.DOCS / "glossary.md"
+    terms = re.findall(r"^### (.+)$", glossary.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(terms) == len(set(terms)) >= 14
+    others = {page: page.read_text(encoding="utf-8") for page in pages.PAGES if page != glossary}
+    linked = {link for text in others.values() for link in re.findall(r"glossary\.md#([\w-]+)\)", text)}
+    assert linked == {term.lower().replace(" ", "-") for term in terms}
+    # The old way to define a term: "A *replica* is ..."
+    defined = rf"(?<!\*)\*(?:{'|'.join(term.lower() for term in terms)})s?\*(?!\*)"
+    assert not {page.name for page, text in others.items() if re.search(defined, text)}
+
+
+@pytest.mark.neutral
+def test_pages_have_no_coined_words():
+    found = [
+        f"{page.name}: {match[0]!r}, write {better}"
+        for page in pages.PAGES
+        for word, better in COINED.items()
+        for match in re.finditer(rf"\b(?:{word})\b", words_of(page.read_text(encoding="utf-8")), re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
+    assert re.search(r"\brounds?\b", words_of("A round ends `a round`.\n"))
+    assert not re.search(r"\brounds?\b", words_of("See `round(x)` and [it](a.md#round).\n```python\nround(2)\n```\n"))
 
 
 # What passes on a text that was made elsewhere, or is for Python only.
