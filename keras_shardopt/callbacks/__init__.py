@@ -1,4 +1,4 @@
-"""Callbacks: for several replicas, for backups, for comparing runs, and `TrainingSummaries`."""
+"""Callbacks for replicas, backups, comparison of runs, and TensorBoard summaries."""
 
 from keras_shardopt.callbacks.fingerprints import Fingerprints, first_difference
 from keras_shardopt.callbacks.nonfinite import StopOnNonFinite

@@ -1,4 +1,4 @@
-"""Fingerprints of weights after each update, and where those of two runs differ first."""
+"""Fingerprints of weights after each update, to find the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from keras_shardopt.wrapping.slots import without_counters
 class Fingerprints(keras.callbacks.Callback):
     """Writes a fingerprint of each weight after each update, for `first_difference` to compare two runs.
 
-    A line of the file is a JSON object. A `fit` that goes on from an earlier update adds its lines to the file; others
-    write it anew. Process 0 writes. Each fingerprint reads the weight, so use it to find a difference, and not in runs
-    that must be fast.
+    Each line of the file is a JSON object. A `fit` that continues from an earlier update appends lines; any other `fit`
+    overwrites the file. Process 0 writes. Each fingerprint reads a whole weight, so do not use it in fast runs.
 
     Args:
         filepath: str or path of the file.
-        every: int >= 1, 1 by default. How many updates from one to the next.
+        every: int >= 1 (default 1). Number of updates between fingerprints.
 
     Raises:
-        TypeError, ValueError: if `filepath` is not a path, or `every` not such an int.
+        TypeError, ValueError: if `filepath` is not a path, or `every` is not an int >= 1.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks, tempfile
@@ -57,7 +56,7 @@ class Fingerprints(keras.callbacks.Callback):
         self._last = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins the file, or goes on with it."""
+        """Starts the file, or continues it."""
         self._last = self._updates()
         if self._writes:
             self.filepath.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +64,7 @@ class Fingerprints(keras.callbacks.Callback):
             self._write({"variables": names}, anew=self._last == 0)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes a line, if the batch has led to an update."""
+        """Writes a line if the batch has led to an update."""
         updates = self._updates()
         if updates != self._last and updates % self.every == 0 and self._writes:
             self._write({"update": updates, "fingerprints": [fingerprint(weight) for weight in self.model.weights]})
@@ -84,48 +83,48 @@ class Fingerprints(keras.callbacks.Callback):
 
 
 def fingerprint(variable: Any) -> str:
-    """A number, in hexadecimal digits, of the bits of a variable's value, shape and dtype."""
+    """Returns a hash of a variable's bits, shape and dtype, in hexadecimal digits."""
     value = np.ascontiguousarray(ops.convert_to_numpy(variable))
     kind = repr((value.shape, str(variable.dtype))).encode()
     return hashlib.blake2b(value.tobytes(), digest_size=8, key=hashlib.sha256(kind).digest()).hexdigest()
 
 
 class Difference(NamedTuple):
-    """Where two runs differ first."""
+    """The first difference between two runs."""
 
     update: int
-    """The update after which they do, counted from 1."""
+    """The first update after which they differ, counted from 1."""
 
     variable: str
-    """The path of the first variable that does."""
+    """The path of the first variable that differs."""
 
 
 def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference | None:
-    """The first update, and in it the first variable, in which two runs differ.
+    """Returns the first update, and its first variable, in which two runs differ.
 
     Args:
-        a: the file that `Fingerprints` has written in one run.
-        b: that of the other run.
+        a: the file that `Fingerprints` wrote in one run.
+        b: the file of the other run.
 
     Returns:
-        A `Difference`, with the fields `update` and `variable`; None if all updates that both files have are equal.
+        A `Difference` with the fields `update` and `variable`, or None if all common updates are equal.
 
     Raises:
-        TypeError, ValueError: if `a` or `b` is no such file; if the runs have different variables, or no update in
-            common.
+        TypeError, ValueError: if `a` or `b` is not such a file; if the runs have different variables or no common
+            update.
     """
     (names, one), (others, two) = _read("a", a), _read("b", b)
     if names != others:
         differing = sorted(set(names) ^ set(others)) or names
         raise ValueError(
-            "`a` and `b` must be of runs with the same variables, in one order. "
+            "`a` and `b` must come from runs with the same variables, in the same order. "
             f"Received: files that differ in {check.listed(differing, ', ')}. "
-            "Name the layers, or build them in one order."
+            "Give the layers names, or build them in the same order."
         )
     common = sorted(one.keys() & two.keys())
     if not common:
         raise ValueError(
-            "`a` and `b` must have updates in common. "
+            "`a` and `b` must have common updates. "
             f"Received: {len(one)} updates in {str(a)!r} and {len(two)} in {str(b)!r}. Use the same `every`."
         )
     for update in common:
@@ -136,7 +135,7 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
 
 
 def _read(name: str, file: Any) -> tuple[list[str], dict[int, list[str]]]:
-    """The names of the variables, and the fingerprints by update; those of the last time where it was made twice."""
+    """Returns the variable names, and the fingerprints by update. A repeated update keeps its last fingerprints."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a str or a path. Received: {name}={file!r}")
     names: list[str] = []
@@ -144,7 +143,7 @@ def _read(name: str, file: Any) -> tuple[list[str], dict[int, list[str]]]:
     try:
         for text in pathlib.Path(file).read_text(encoding="utf-8").splitlines(keepends=True):
             if not text.endswith("\n"):
-                continue  # of a process that was killed while it wrote
+                continue  # the process was killed while it wrote this line
             line = json.loads(text)
             names = line.get("variables", names)
             if "update" in line:

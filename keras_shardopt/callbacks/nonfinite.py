@@ -1,4 +1,4 @@
-"""Ending training where a gradient is not finite."""
+"""A callback that ends training when a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 
 
 class StopOnNonFinite(keras.callbacks.Callback):
-    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` found NaN or infinity.
+    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity.
 
-    A compiled step cannot raise by itself everywhere: on JAX, and on TensorFlow with `jit_compile=True`, the update is
-    left out at once, but without this callback the error comes when `fit` ends on JAX, and not at all on TensorFlow.
-    Elsewhere it changes nothing. It looks at one number after each batch, which waits for the batch to be done.
+    Use it on JAX, and on TensorFlow with `jit_compile=True`, because their compiled steps cannot raise. They skip the
+    update, but without this callback the error comes when `fit` ends (JAX) or never (TensorFlow). Otherwise the
+    callback changes nothing. It waits for each batch to finish, because it reads one number after it.
 
     Raises:
         FloatingPointError: after such a batch, on every process, with the names of the replica and the variable.
@@ -29,19 +29,16 @@ class StopOnNonFinite(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """What was left out before, and perhaps ended an earlier `fit`, is over."""
-        for reducer in self._reducers():
-            reducer.check_finite(from_now=True)
+        """Ignores updates that were skipped before this `fit`."""
+        for cross_shard in cross_shards_in(self.model):
+            cross_shard.check_finite(from_now=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raises, if the batch has left out an update."""
-        for reducer in self._reducers():
-            reducer.check_finite()
-
-    def _reducers(self) -> list[CrossShard]:
-        return reducers_in(self.model)
+        """Raises if the batch has skipped an update."""
+        for cross_shard in cross_shards_in(self.model):
+            cross_shard.check_finite()
 
 
-def reducers_in(model: Any) -> list[CrossShard]:
-    """Every `CrossShard` in the optimizers that a model holds."""
+def cross_shards_in(model: Any) -> list[CrossShard]:
+    """Returns every `CrossShard` in the optimizers of a model."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]

@@ -1,4 +1,4 @@
-"""Callbacks for several replicas: an equal start, logs of all of them, and comparisons."""
+"""Callbacks for several replicas: equal start, averaged logs, and comparison of weights."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import equal_buffers, is_prepared, layers_of, optimizers_of
-from keras_shardopt.callbacks.nonfinite import reducers_in
+from keras_shardopt.callbacks.nonfinite import cross_shards_in
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.wrapping.chain import descendants, shared_variables
 
 
 class SyncReplicas(keras.callbacks.Callback):
-    r"""Starts all replicas equal, and averages the logs of each epoch over them, for a model that is not prepared.
+    r"""Starts all replicas with equal variables, and averages the logs of each epoch over processes.
 
-    A prepared model, as every one that is compiled inside `data_parallel()`, does both by itself: this callback does
-    nothing then, wherever it stands, and stays for old scripts and for models that are left unprepared.
+    Only models that are not prepared need it. A prepared model, such as a model compiled inside `data_parallel()`, does
+    both without it. This callback then does nothing, so old scripts continue to work.
 
-    For these, when training begins, all model variables (weights that are not trained and seed states too) and all
-    optimizer variables take the values of rank 0. At the end of each epoch every number in the logs becomes
-    $\frac{1}{N} \sum_p v_p$, with $N$ the number of processes and $v_p$ the number on process $p$. What comes after
-    it in the list of callbacks then makes the same decision everywhere: `ReduceLROnPlateau`, `EarlyStopping` and
-    `ModelCheckpoint` see the same `val_loss` on each rank. So does the history that `fit` returns. It must stand before
-    them, or they would see the numbers of their own rank only.
+    When training begins, all model variables (frozen weights and seed states included) and all optimizer variables take
+    the values of rank 0. At the end of each epoch, every number in the logs becomes $\frac{1}{N} \sum_p v_p$, with $N$
+    the number of processes and $v_p$ the number on process $p$. Later callbacks in the list, and the history that `fit`
+    returns, get the averages. So `ReduceLROnPlateau`, `EarlyStopping` and `ModelCheckpoint` make the same decision on
+    every rank. Put `SyncReplicas` before them, otherwise they read the numbers of one rank.
 
-    On PyTorch the processes are the ranks, and on JAX those of `jax.distributed`, whose metrics Keras has made global
-    already. Where one process holds all replicas it does nothing.
+    Processes are the ranks on PyTorch, and the processes of `jax.distributed` on JAX, where Keras already logs global
+    metrics. If one process holds all replicas, the callback does nothing.
 
     Raises:
-        ValueError: when training begins, if a callback that watches a metric (one with an attribute `monitor`) stands
-            before this one; on every process, if variables differ in shape or dtype between processes; and at the
-            end of an epoch, on every process, if they did not log the same metrics.
+        ValueError: when training begins, if a callback with an attribute `monitor` comes before this callback, or if
+            variables differ in shape or dtype between processes; at the end of an epoch, if processes log different
+            metrics. Every process raises the last two errors.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -51,30 +50,30 @@ class SyncReplicas(keras.callbacks.Callback):
         >>> replicas.close()
 
     References:
-        `BroadcastGlobalVariablesCallback` and `MetricAverageCallback` of Horovod, of which this is both.
+        `BroadcastGlobalVariablesCallback` and `MetricAverageCallback` of Horovod.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Makes all processes start with rank 0's variables."""
+        """Copies rank 0's variables to all processes."""
         model = self.model
         if is_prepared(model):
             return
-        for callback in _standing_before(self):
+        for callback in _callbacks_before(self):
             if hasattr(callback, "monitor"):
                 name = type(callback).__name__
                 raise ValueError(
-                    "`SyncReplicas` must stand before the callbacks that watch a metric, or these see the numbers of "
-                    f"their own rank, and ranks decide differently. Received: `{name}` before it. "
+                    "`SyncReplicas` must stand before callbacks that monitor a metric. Otherwise they read the metrics "
+                    f"of one rank, and ranks make different decisions. Received: `{name}` before it. "
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         if processes.needs_initial_broadcast:
-            for part in reducers_in(model):
+            for part in cross_shards_in(model):
                 part.peers.check()
                 part.peers.check_parts()
         placement.broadcast_state(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages `logs` in place, which is the dict that the callbacks after this one get."""
+        """Averages `logs` in place. Later callbacks receive the same dict."""
         if logs is None or is_prepared(self.model):
             return
         everyones = processes.gather_objects(dict(logs))
@@ -83,35 +82,34 @@ class SyncReplicas(keras.callbacks.Callback):
                 raise ValueError(
                     f"All processes must log the same metrics. Received after epoch {epoch}: {sorted(everyones[0])} on "
                     f"process 0, {sorted(theirs)} on process {process}. Compile with the same metrics and "
-                    "give `validation_data` on every process, or on none."
+                    "pass `validation_data` on every process, or on none."
                 )
         for name in logs:
             logs[name] = _mean([theirs[name] for theirs in everyones])
 
 
 class CheckReplicas(keras.callbacks.Callback):
-    """Compares the replicas' weights and optimizer state, bit by bit, and stops training when they differ.
+    """Compares the replicas' weights and optimizer state bit by bit, and stops training if they differ.
 
-    Replicas that have drifted apart train on without a sign: each reduces its gradients with those of the others and
-    applies them to weights of its own. This callback computes a fingerprint of each variable on each replica, which a
-    single flipped bit always changes (other differences but for one in 2**32), and compares these; one small exchange
-    per check. It checks after every `every` training batches and when training ends. With one replica it does nothing.
+    Diverged replicas keep training silently: each applies averaged gradients to different weights. This callback checks
+    every `every` training batches and when training ends. A check costs one small exchange of fingerprints. A single
+    flipped bit always changes a fingerprint; any other difference is missed with a probability of 1 in 2**32. With one
+    replica, the callback does nothing.
 
-    Compared are the trainable weights, the weights of frozen layers, and all optimizer variables. What layers keep for
-    themselves while they train is not: the moving statistics of a `BatchNormalization` are each rank's own on PyTorch
-    within an epoch, and each replica's on TensorFlow where the model is not prepared. Buffers of `torch.nn` modules are
-    compared from the end of an epoch of a prepared model until the next one trains. What a
-    `CrossShard(group_assignment=...)` updates is compared within its groups only, since groups differ on purpose, and
-    with `LocalSGD` weights only where a round has just ended.
+    It compares trainable weights, weights of frozen layers, and all optimizer variables. Other state of layers may
+    differ: moving statistics of a `BatchNormalization` are per-rank on PyTorch within an epoch, and per-replica on
+    TensorFlow if the model is not prepared. Buffers of `torch.nn` modules are compared from the end of an epoch of a
+    prepared model until the next epoch. Variables that a `CrossShard(group_assignment=...)` updates are compared
+    within its groups. With `LocalSGD`, weights are compared only right after a synchronization.
 
     Args:
-        every: int >= 1. After how many training batches to check.
+        every: int >= 1 (default 100). Number of training batches between checks.
 
     Raises:
         TypeError: if `every` is not an int.
         ValueError: if `every` is less than 1.
-        RuntimeError: from training, on every process, when replicas differ. It names each variable that does and, where
-            most replicas agree, those that do not agree with them.
+        RuntimeError: from training, on every process, if replicas differ. The error names each variable that differs,
+            and the replicas that differ from the majority.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -122,7 +120,7 @@ class CheckReplicas(keras.callbacks.Callback):
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[check], verbose=0)
         >>> replicas.close()
 
-        In a custom training loop, `check` compares at once:
+        In a custom training loop, call `check`:
 
         >>> check.set_model(model)
         >>> check.check()
@@ -138,28 +136,28 @@ class CheckReplicas(keras.callbacks.Callback):
         self._last_batch = -1
         self._num_batches = 0
         self._num_unchecked = 0
-        self._alone = False
+        self._has_one_replica = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to count."""
+        """Resets the counts."""
         self._restart()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Batches are numbered anew."""
+        """Starts to number batches from 0 again."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks, if it is time."""
-        # With `steps_per_execution` one call stands for several batches.
+        """Checks after every `every` batches."""
+        # With `steps_per_execution`, one call stands for several batches.
         self._num_batches += batch - self._last_batch
         self._num_unchecked += batch - self._last_batch
         self._last_batch = batch
-        if self._num_unchecked >= self.every and not self._alone:
+        if self._num_unchecked >= self.every and not self._has_one_replica:
             self.check()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks what has been trained since the last time."""
-        if self._num_unchecked and not self._alone:
+        """Checks the batches since the last check."""
+        if self._num_unchecked and not self._has_one_replica:
             self.check()
 
     def check(self) -> None:
@@ -169,11 +167,11 @@ class CheckReplicas(keras.callbacks.Callback):
             RuntimeError: on every process, if replicas differ.
         """
         self._num_unchecked = 0
-        # Not before it is time: on JAX this takes the state out of the training step.
+        # Read the model only for a check: on JAX, reading it moves the state out of the training step.
         model = self.model
         variables = _compared(model)
         fingerprints = placement.fingerprints(variables)
-        self._alone = len(fingerprints) == 1
+        self._has_one_replica = len(fingerprints) == 1
         found = [
             f"`{variable.path}` on {where}"
             for variable, column, groups in zip(variables, fingerprints.T, _groups(model, variables, len(fingerprints)))
@@ -183,16 +181,15 @@ class CheckReplicas(keras.callbacks.Callback):
         if found:
             raise RuntimeError(
                 "All replicas must have the same weights and optimizer state, bit for bit. "
-                f"Received, after {self._num_batches} batches of this `fit`: another value of "
+                f"Received, after {self._num_batches} batches of this `fit`: different values of "
                 f"{check.listed(found, '; of ')}. "
-                "Is every gradient reduced, does any replica change variables by itself, is the memory sound? "
-                "Go on from the last checkpoint; each `fit` of a prepared model starts all replicas equal."
+                "Check that every gradient is reduced, that no replica changes variables alone, and the memory. "
+                "Continue from the last checkpoint; each `fit` of a prepared model starts all replicas equal."
             )
 
 
-def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
-    """The callbacks before it in the list whose call is running."""
-    # A callback cannot see the list that it is in.
+def _callbacks_before(callback: keras.callbacks.Callback) -> list[Any]:
+    """Returns the earlier callbacks of its list, found on the call stack because a callback has no link to its list."""
     running = running_instance(keras.callbacks.CallbackList)
     callbacks = [] if running is None else list(running.callbacks)
     places = [i for i, other in enumerate(callbacks) if other is callback]
@@ -204,39 +201,39 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 
 def _compared(model: Any) -> list[Variable]:
-    """The variables that must be equal on all replicas, in the order of the model's."""
+    """Returns the variables that must be equal on all replicas, in the order of the model's variables."""
     frozen = {id(v) for layer in layers_of(model) if not layer.trainable for v in layer.weights}
     weights = [v for v in model.weights if v.trainable or id(v) in frozen]
     return weights + equal_buffers(model) + _optimizer_variables(model)
 
 
 def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> list[Groups]:
-    """For each variable the groups in which it must be equal: those of the optimizer that updates it."""
-    # As the number of the group that each replica is in, so that two assignments cut each other.
-    number_of: dict[int, list[tuple[int, ...]]] = {}
-    of_all: list[tuple[int, ...]] = [()] * num_replicas
+    """Returns, per variable, the groups of replicas that must have equal values."""
+    # Each variable has one label per replica: the tuple of the replica's group index in each assignment that applies.
+    labels_of: dict[int, list[tuple[int, ...]]] = {}
+    all_labels: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
         if isinstance(part, CrossShard) and any(extension.are_apart for extension in part.extension_stages):
             groups = [[i] for i in range(num_replicas)]
         if groups is None and not isinstance(part, CrossShard):
             continue
-        numbers = dict.fromkeys(range(num_replicas), 0)
-        numbers.update({replica: i for i, group in enumerate(groups or []) for replica in group})
-        of_all = [(*known, numbers[i]) for i, known in enumerate(of_all)]
+        group_of = dict.fromkeys(range(num_replicas), 0)
+        group_of.update({replica: i for i, group in enumerate(groups or []) for replica in group})
+        all_labels = [(*label, group_of[i]) for i, label in enumerate(all_labels)]
         for variable in [*part._trainable_variables, *part.variables]:
-            before = number_of.get(id(variable), [()] * num_replicas)
-            number_of[id(variable)] = [(*known, numbers[i]) for i, known in enumerate(before)]
+            before = labels_of.get(id(variable), [()] * num_replicas)
+            labels_of[id(variable)] = [(*label, group_of[i]) for i, label in enumerate(before)]
     found: list[Groups] = []
     for variable in variables:
-        # One that no optimizer updates may differ where any of them lets weights differ.
-        labels = number_of.get(id(variable), of_all)
+        # A variable that no optimizer updates may differ between the groups of any optimizer.
+        labels = labels_of.get(id(variable), all_labels)
         found.append([[i for i in range(num_replicas) if labels[i] == label] for label in dict.fromkeys(labels)])
     return found
 
 
 def _disagreeing_replicas(fingerprints: np.ndarray, group: Sequence[int]) -> str:
-    """Which replicas of the group differ from the others, in words; empty if none does."""
+    """Describes how replicas of the group differ, such as "replica 1, against replicas 0 and 2"; empty if equal."""
     agreeing: dict[int, list[int]] = {}
     for replica in group:
         agreeing.setdefault(int(fingerprints[replica]), []).append(replica)

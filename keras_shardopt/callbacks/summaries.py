@@ -1,4 +1,4 @@
-"""What happens inside updates, written for TensorBoard during `fit`."""
+"""TensorBoard summaries of updates during `fit`."""
 
 from __future__ import annotations
 
@@ -19,58 +19,56 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class TrainingSummaries(keras.callbacks.Callback):
-    """Writes TensorBoard summaries of updates, and shows the learning rate and the loss scale next to the loss.
+    """Writes TensorBoard summaries of updates, and logs the learning rate and the loss scale next to the loss.
 
-    What is written, of every `every`-th update, with the number of the update as the step:
+    It writes these values of every `every`-th update. The step in TensorBoard is the number of the update.
 
-    | name in `summaries` | tag | what |
+    | name in `summaries` | tag | value |
     |---|---|---|
     | "learning_rate" | `learning_rate` | the rate of the update |
-    | "loss_scale" | `Loss_Optimization/loss_scale` | the scale, where it is one that changes |
-    | "global_gradient_norm" | `Loss_Optimization/global_gradient_norm` | of all gradients together: global, unscaled, not yet clipped |
-    | the same, with `GradientClipping` | `Loss_Optimization/global_clipped_gradient_norm` | after clipping |
+    | "loss_scale" | `Loss_Optimization/loss_scale` | the scale, if it is dynamic |
+    | "global_gradient_norm" | `Loss_Optimization/global_gradient_norm` | the norm of all global, unscaled gradients before clipping |
+    | the same, with `GradientClipping` | `Loss_Optimization/global_clipped_gradient_norm` | that norm after clipping |
     | "gradient_norm" | `Loss_Optimization/gradient_norm/<variable>` | after clipping, before `LARC` |
-    | "gradients" | `Loss_Optimization/gradients/<variable>` | the same, as a histogram; 0 for what is not finite |
+    | "gradients" | `Loss_Optimization/gradients/<variable>` | a histogram of the same gradients; 0 for non-finite values |
     | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | before the update |
-    | "variables" | `Loss_Optimization/variables/<variable>` | the same, as a histogram |
-    | "gradient_noise_scale" | `Loss_Optimization/gradient_noise_scale`, `gradient_noise_scale_in_batches` | up to which number of rows, or how many batches of an update in one, larger batches pay |
-    | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times it, and (in clip mode) whether it is below 1 |
+    | "variables" | `Loss_Optimization/variables/<variable>` | a histogram of the same values |
+    | "gradient_noise_scale" | `Loss_Optimization/gradient_noise_scale`, `gradient_noise_scale_in_batches` | the largest useful batch size, in rows and in multiples of the present batch |
+    | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times the factor, and (in clip mode) whether the factor is below 1 |
 
-    and, unless `summaries` is empty, `train_loss`, the mean over the epoch so far, where the step keeps one.
-    `<variable>` is its path. An update that was skipped for an overflow leaves no trace.
+    `<variable>` is the path of the variable. Unless `summaries` is empty, it also writes `train_loss`, the mean loss of
+    the epoch so far, if the step tracks it. It writes nothing for an update that was skipped for an overflow.
 
-    The logs of each epoch get `learning_rate` and, with dynamic loss scaling, `loss_scale`, which Keras then prints and
-    keeps in the history, as it does for its own callbacks.
+    The logs of each epoch get `learning_rate` and, with dynamic loss scaling, `loss_scale`. Keras prints them and keeps
+    them in the history.
 
-    Of a model with a `train_step` of its own that holds several optimizers, all that update are watched, and tags and
-    logs begin with the name of the attribute: `d_optimizer/learning_rate`. One that its first update builds is seen
-    from the second step on. On JAX such a step takes along the state of `model.optimizer` only, so that of the others
-    there are "learning_rate" and "loss_scale".
+    If a custom `train_step` uses several optimizers, tags and logs of each begin with its attribute name, such as
+    `d_optimizer/learning_rate`. An optimizer that its first update builds is recorded from the second step. On JAX, the
+    step carries the state of `model.optimizer` only, so others have "learning_rate" and "loss_scale" only.
 
-    "gradient_noise_scale" is the average over many updates that `GradientNoise` has, of replicas or, on one of them, of
-    micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). It costs something
-    in each update: a norm of the replica's gradient and an all-reduce of three numbers, and on PyTorch the
-    overlap of sending and computing. The number of rows is known in `fit` of a prepared model.
+    "gradient_noise_scale" is the running average of `GradientNoise`, over replicas or, with one replica, over
+    micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). Each update then costs a norm of
+    the replica's gradient and an all-reduce of three numbers, and on PyTorch the overlap of communication and
+    computation. Only `fit` of a prepared model provides the number of rows.
 
-    The numbers come from inside the optimizer, so it must be one of this package (`CrossShard(Adam())` will do, on one
-    replica too); of others the learning rate is written, if nothing else is asked for. While the callback watches, the
-    optimizer has a few more variables, one scalar or vector for each kind of number; "gradients" and "variables"
-    take as much memory as the weights, each, and "variables" and "variable_norm" cost JAX a copy of the weights in
-    every step. They are part of no file. When training ends they go, and the model's training step is compiled anew
-    next time.
+    Most values come from inside the optimizer, so it must be an optimizer of this package; `CrossShard(Adam())` works
+    with one replica too. With other optimizers, only the learning rate is available. During training, the optimizer
+    has one more scalar or vector per kind of value, never saved in files. "gradients" and "variables" each take as
+    much memory as the weights. On JAX, "variables" and "variable_norm" also cost a copy of the weights per step.
+    After training, these variables are removed, so the next `fit` compiles the training step again.
 
     Args:
-        log_dir: path or None. Where rank 0 writes event files; None writes none. Needs
+        log_dir: path or None. The folder for rank 0's event files; None writes no files. Needs
             `pip install tensorboardX`, but not TensorFlow.
-        summaries: a list of names from the table. None (default) is `["learning_rate", "global_gradient_norm",
-            "loss_scale"]`, `[]` is none at all.
-        every: int >= 1. In updates.
+        summaries: a list of names from the table. None (default) means `["learning_rate", "global_gradient_norm",
+            "loss_scale"]`, `[]` means none.
+        every: int >= 1 (default 100). Number of updates between summaries.
 
     Raises:
         TypeError: if `summaries` is not a list, or `every` not an int.
-        ValueError: if a name is unknown or `every` less than 1; when training begins, if something is asked for that
-            an optimizer does not show.
-        ImportError: when training begins, if files are to be written and `tensorboardX` is not installed.
+        ValueError: if a name is unknown or `every` is less than 1; when training begins, if an optimizer cannot
+            provide a requested value.
+        ImportError: when training begins, if `log_dir` is set and `tensorboardX` is not installed.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -82,7 +80,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         0.1
 
     References:
-        The argument `summaries` of OpenSeq2Seq's `optimize_loss`, with its tags.
+        The argument `summaries` of OpenSeq2Seq's `optimize_loss`, and its tags.
     """
 
     def __init__(self, log_dir: Any = None, summaries: Sequence[str] | None = None, every: int = 100) -> None:
@@ -97,7 +95,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._updates_before: dict[str, int] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to look."""
+        """Starts to record the optimizers that are built."""
         model = self.model
         self._optimizers = _by_prefix(model)
         optimizer = self._optimizers.get("")
@@ -106,11 +104,10 @@ class TrainingSummaries(keras.callbacks.Callback):
                 optimizer.build(model.trainable_variables)
         self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
         self._recorders = {}
-        self._look()
+        self._start_recorders()
         self._count_from_updates()
 
-    def _look(self) -> None:
-        """Begins to look at those optimizers that have been built by now."""
+    def _start_recorders(self) -> None:
         if self.log_dir is None and not self.summaries:
             return
         model = self.model
@@ -123,23 +120,23 @@ class TrainingSummaries(keras.callbacks.Callback):
                     self.every,
                     prefix=prefix,
                     colocate_with=next(iter(self._recorders.values()), None),
-                    looks_inside=self._looks_inside(model, prefix, optimizer),
+                    looks_inside=self._records_updates(model, prefix, optimizer),
                 )
                 model.make_train_function(force=True)
 
-    def _looks_inside(self, model: Any, prefix: str, optimizer: Optimizer) -> bool:
-        """Whether the updates of an optimizer can be seen, and are to be."""
+    def _records_updates(self, model: Any, prefix: str, optimizer: Optimizer) -> bool:
+        """Whether to record values from inside the updates of an optimizer."""
         if len(self._optimizers) == 1:
             return True
-        if optimizer is model.optimizer:  # that of a bare `compile()`, as a rule, which is not used
+        if optimizer is model.optimizer:  # often the unused default of a bare `compile()`
             return isinstance(optimizer, OptimizerWrapper)
         if not runtime.updates_are_stateless:
             return True
         hidden = set(checked_summaries(self.summaries)) - {"learning_rate", "loss_scale"}
         if hidden and self.summaries is not None:
             raise ValueError(
-                "On this Keras backend a training step takes along the state of `model.optimizer`, and what happens "
-                f"inside the updates of others cannot be seen. Received: summaries={self.summaries!r}, with "
+                "On this Keras backend, a training step carries the state of `model.optimizer` only, so values from "
+                f"inside other optimizers are not available. Received: summaries={self.summaries!r}, with "
                 f'`{prefix[:-1]}`. Use `summaries=["learning_rate", "loss_scale"]`.'
             )
         return False
@@ -153,16 +150,15 @@ class TrainingSummaries(keras.callbacks.Callback):
             self._num_periods = self._base // self._period
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Batches are numbered anew."""
+        """Starts to count batches from the number of updates."""
         self._count_from_updates()
 
-    # At the beginning of a batch, not at the end of the one before it: Keras waits for each step's logs if anyone
-    # asks for an end.
+    # At the start of a batch: with a callback for the end of a batch, Keras waits for the logs of each step.
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes, if it is time."""
+        """Writes the summaries of the last period, if a period has ended."""
         if len(self._recorders) < len(self._optimizers):
             before = len(self._recorders)
-            self._look()
+            self._start_recorders()
             if len(self._recorders) > before:
                 self._count_from_updates()
                 self._base -= batch
@@ -171,9 +167,9 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # Windows of micro-batches need not end where an epoch does, but one update is in each so many of them.
+            # Windows of micro-batches may extend over epochs, but each run of `num_micro_batches` batches has an update.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
-        else:  # of which each may make more updates than one in a step, or fewer
+        else:  # each optimizer may make several updates in a step, or none
             for recorder in self._recorders.values():
                 recorder.expect(None)
         if done // self._period > self._num_periods:
@@ -185,10 +181,10 @@ class TrainingSummaries(keras.callbacks.Callback):
         more: Callable[[], dict[str, float]] = functools.partial(_train_loss, model)
         for recorder in self._recorders.values():
             if recorder.record(more):
-                more = dict  # once
+                more = dict  # the loss is written once
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes what is left, and adds to `logs`, which is the dict that the callbacks after this one get."""
+        """Writes the remaining summaries, and adds the rates and loss scales to `logs` for later callbacks."""
         _ = self.model  # on JAX this takes the state out of the training step
         self._record()
         if logs is None:
@@ -201,7 +197,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                 logs[f"{prefix}loss_scale"] = scale
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Looks no longer."""
+        """Stops recording."""
         for recorder in self._recorders.values():
             recorder.close()
         if self._recorders:
@@ -210,7 +206,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
 
 def _by_prefix(model: Any) -> dict[str, Any]:
-    """The optimizers that may update a model, by what their tags begin with: nothing where there is one only."""
+    """Returns the optimizers that may update a model, by the prefix of their tags: "" for a single optimizer."""
     held = optimizers_in_step(model)
     if len(held) == 1:
         return {"": held[0]}
@@ -228,7 +224,7 @@ def _num_updates(optimizer: Optimizer) -> int:
 
 
 def _train_loss(model: Any) -> dict[str, float]:
-    """The mean of the losses of an epoch so far; nothing where the training step does not keep it."""
+    """Returns the mean loss of the epoch so far; empty if the training step does not track it."""
     tracker = next(iter(model.metrics), None)
     if tracker is None or not float(keras.ops.convert_to_numpy(getattr(tracker, "count", 1))):
         return {}

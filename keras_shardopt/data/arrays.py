@@ -16,10 +16,10 @@ from keras_shardopt.data.part import Part, permutation
 def part_of_arrays(
     x: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, seed: int, part: Part
 ) -> Any:
-    """This process's rows of arrays and tensors, in batches where it shuffles."""
+    """Returns this process's rows of the arrays: in batches if `batch_size` is set, otherwise as arrays."""
     num_rows = _num_rows({"x": x, "y": y, "sample_weight": sample_weight})
     part.check_enough(num_rows, "rows")
-    # As `fit` and PyDataset take them: no trailing None.
+    # No trailing None, as in `fit` and PyDataset.
     data = (x,) if y is None and sample_weight is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     if batch_size is not None:
         return BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
@@ -85,7 +85,7 @@ def _num_rows(arguments: dict[str, Any]) -> int:
         raise ValueError(
             f"All arrays must have the same number of rows: {', '.join(f'`{argument}`' for argument in sizes)}. "
             f"Received: {sizes}. "
-            "Pass arrays whose first dimension is that of the examples."
+            "Pass arrays with one entry per example in the first dimension."
         )
     return sizes["x"][0]
 
@@ -93,7 +93,7 @@ def _num_rows(arguments: dict[str, Any]) -> int:
 def _advice(leaf: Any) -> str:
     if hasattr(leaf, "__next__"):
         return (
-            "Of a generator that yields the same on every process, take every n-th batch: "
+            "A generator that yields the same batches on every process can be split by batches: "
             "`itertools.islice(generator, process_id, None, num_processes)`."
         )
     if hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__") and not isinstance(leaf, str):
@@ -102,12 +102,11 @@ def _advice(leaf: Any) -> str:
 
 
 def rows_of(nest: Any, rows: Any) -> Any:
-    """The rows of each array of a nest, by a slice or by positions."""
+    """Returns the selected rows of each array of a nest. `rows` is a slice or an array of indices."""
     return tree.map_structure(lambda leaf: None if leaf is None else _rows_of_one(leaf, rows), nest)
 
 
 def _rows_of_one(array: Any, rows: Any) -> Any:
-    """The rows of a slice or of an array of positions."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
     if hasattr(array, "tocsr"):
@@ -119,6 +118,6 @@ def _rows_of_one(array: Any, rows: Any) -> Any:
         return sys.modules["tensorflow"].gather(array, rows)
     if library == "torch":
         return array[sys.modules["torch"].as_tensor(rows)]
-    if library == "h5py":  # reads rising positions only
+    if library == "h5py":  # accepts only increasing indices
         return array[np.sort(rows)][np.argsort(np.argsort(rows))]
     return array[rows]

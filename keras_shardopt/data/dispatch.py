@@ -1,8 +1,6 @@
-"""This process's part of the data.
+"""The rows or batches of this process, by kind of data.
 
-Hides for each kind of data how it is split so that the processes together see every row once: by rows for arrays and
-`DataLoader`, by batches for what comes in batches. Which framework a `DataLoader`, dataset or tensor belongs to is
-looked up among what the program has imported: any of them may be used on any backend.
+Frameworks are read from `sys.modules`: a `DataLoader`, dataset or tensor of any framework works on any backend.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.patches import install
 from keras_shardopt.data.arrays import part_of_arrays
-from keras_shardopt.data.own_parts import is_part, noted
 from keras_shardopt.data.part import Part
 from keras_shardopt.data.py_dataset import PartOfPyDataset
+from keras_shardopt.data.split_data import is_split_dataset, mark_as_split
 from keras_shardopt.data.tf_dataset import part_of_tf_dataset, steps_of
 from keras_shardopt.data.torch_loader import part_of_loader
 
@@ -68,20 +66,19 @@ def shard_data(
     shuffle: bool = False,
     seed: int | None = None,
 ) -> Any:
-    r"""Gives this process its part of the data: all processes together see every row once.
+    r"""Returns this process's part of the data. All processes together get every row once.
 
-    `fit` of a prepared model needs it only where each process should load no more than its part: of the same data on
-    all processes it takes every process's rows of each batch by itself. What this function returns, it takes as the
-    process's own part, and `batch_size` is that of its own batches then. Custom training loops need it always.
+    Custom training loops always need it. `fit` of a prepared model splits every batch among the processes, so it needs
+    `shard_data` only if each process should load its own part. It uses data from `shard_data` without a further split,
+    and `batch_size` then counts the rows of one process.
 
-    Of $N$ processes, process $r$ gets the rows (or, of data that comes in batches, the batches)
-    $r,\ r + N,\ r + 2N, \dots$ So with batches of $b$ rows, the $t$-th batches of all processes together are the rows
+    With $N$ processes, process $r$ gets the rows (or the batches, if the data comes in batches)
+    $r,\ r + N,\ r + 2N, \dots$ With batches of $b$ rows, the $t$-th batches of all processes together are the rows
     $tNb$ to $(t + 1)Nb - 1$: the $t$-th batch of one process with batches of $Nb$.
 
-    Which of how many processes this is comes from the backend: on PyTorch the rank, on JAX `jax.process_index()`, on
-    TensorFlow the task in the cluster of the strategy or of `TF_CONFIG`. A single process, which on JAX and TensorFlow
-    may drive many devices, gets back what it gave. Call it inside the block of `data_parallel()` or after it, with the
-    same data on every process.
+    The backend provides $r$: the rank on PyTorch, `jax.process_index()` on JAX, and on TensorFlow the task in the
+    cluster of the strategy or of `TF_CONFIG`. A single process gets its data back unchanged, even if it drives many
+    devices. Call `shard_data` inside `data_parallel()` or after it, with the same data on every process.
 
     | `x` | returns | split by |
     |---|---|---|
@@ -90,34 +87,34 @@ def shard_data(
     | `keras.utils.PyDataset` | one of every N-th batch | batches |
     | torch `DataLoader` | a copy with every N-th of the sampler's rows | rows; batches if it has a `batch_sampler` |
     | torch `DataLoader` of an `IterableDataset` | a copy with every N-th row of each worker's stream | rows |
-    | `tf.data.Dataset` | `dataset.shard(N, r)` | elements: batches if it is batched, else rows |
+    | `tf.data.Dataset` | `dataset.shard(N, r)` | elements: batches of a batched dataset, otherwise rows |
 
-    No row is dropped or padded, so that where N does not divide, some processes have one row, and perhaps one batch,
-    more than others. (A `drop_last=True` of your own still drops.)
+    No row is dropped or padded, except by a `drop_last=True` in your data. If N does not divide the rows, some
+    processes have one row, and perhaps one batch, more than others.
 
-    Order: unless `shuffle` is set, rows and batches stay in theirs. `fit` itself shuffles arrays and the batches of a
-    `PyDataset` unless it is told `shuffle=False`; each process then shuffles its own part, which loses nothing, but the
-    batches are no longer those of one process. What shuffles inside the data must do so alike everywhere:
+    Rows and batches keep their order unless you set `shuffle`. `fit` shuffles arrays and the batches of a `PyDataset`
+    unless you pass `shuffle=False` to it. Each process then shuffles its own part: no row is lost, but the batches
+    differ from those of one process. Data that shuffles its rows must use the same order on every process:
 
     - `PyDataset.on_epoch_begin` and `on_epoch_end` run with Python's, NumPy's and PyTorch's global random numbers
-      seeded from `seed` and the epoch, and restored afterwards. What the constructor shuffles must be seeded.
-    - The sampler of a `DataLoader` is drawn from in the same way, also one with a `generator`; an epoch is one
-      iteration of the loader. An `IterableDataset` must give the same rows everywhere.
+      seeded from `seed` and the epoch, and restored afterwards. Seed any shuffling in the constructor.
+    - The sampler of a `DataLoader` draws in the same way, also with a `generator`. One iteration of the loader is an
+      epoch. An `IterableDataset` must yield the same rows on every process.
     - A `tf.data` pipeline must be deterministic: `.shuffle(..., seed=...)`, and no `deterministic=False`.
 
-    On PyTorch, with the process group open (inside `data_parallel()`), ranks compare what they were given: its kind and
-    length, the arguments, the seeds of a `tf.data` pipeline. All of them must call `shard_data` then.
+    On PyTorch inside `data_parallel()`, ranks compare the kind and length of the data, the arguments, and the seeds of
+    a `tf.data` pipeline. All ranks must then call `shard_data`.
 
     Args:
-        x: arrays, tensors or anything else with `shape` and rows to index, also lists and dicts of them; a
-            `keras.utils.PyDataset`, torch `DataLoader` or `tf.data.Dataset`. Those on any backend.
+        x: arrays or tensors with a first dimension of rows, lists or dicts of arrays, a `keras.utils.PyDataset`, a
+            torch `DataLoader`, or a `tf.data.Dataset`. Every kind works on every backend.
         y: targets, in the same forms as arrays; for arrays only.
         sample_weight: weights, in the same forms; for arrays only.
-        batch_size: int >= 1 or None (default). For arrays: the rows of a batch of this process. None leaves batching to
-            `fit`.
-        shuffle: bool. True reorders rows, or batches, alike on all processes: arrays once, everything else anew each
-            epoch. Not for a `tf.data.Dataset` or `IterableDataset`, which have no length to draw from.
-        seed: int >= 0 or None. What orders are drawn from, equal on all processes. None means 0.
+        batch_size: int >= 1 or None (default). For arrays: the number of rows per batch on this process. None leaves
+            batching to `fit`.
+        shuffle: bool. True reorders rows or batches in the same order on all processes: arrays without `batch_size`
+            once, other data in each epoch. Not for a `tf.data.Dataset` or `IterableDataset`.
+        seed: int >= 0 or None (0). The seed of these orders, equal on all processes.
 
     Returns:
         See the table.
@@ -125,8 +122,8 @@ def shard_data(
     Raises:
         TypeError: if `x` is of another kind; if `batch_size`, `shuffle` or `seed` has another type.
         ValueError: if arrays differ in their number of rows; if there are fewer rows (or batches) than processes; if
-            `y`, `sample_weight` or `batch_size` come with data that has them already; if a `DataLoader` has a
-            `DistributedSampler`; if a `tf.data` pipeline shuffles without a seed. Every process raises alike.
+            `y`, `sample_weight` or `batch_size` come with other data than arrays; if a `DataLoader` has a
+            `DistributedSampler`; if a `tf.data` pipeline shuffles without a seed. Every process raises the error.
 
     Example:
         Arrays:
@@ -138,12 +135,12 @@ def shard_data(
         >>> validation = ks.shard_data(np.ones((4, 2)), np.ones((4, 1)))
         >>> history = model.fit(x, y, batch_size=4, validation_data=validation, verbose=0)
 
-        Arrays in batches, shuffled anew each epoch:
+        Arrays in batches, shuffled in each epoch:
 
         >>> batches = ks.shard_data(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, shuffle=True)
         >>> history = model.fit(batches, epochs=2, shuffle=False, verbose=0)
 
-        A `PyDataset`; a torch `DataLoader` or `tf.data.Dataset` takes its place in the same call:
+        A `PyDataset` (the same call works for a torch `DataLoader` or `tf.data.Dataset`):
 
         >>> class Batches(keras.utils.PyDataset):
         ...     def __len__(self):
@@ -153,27 +150,28 @@ def shard_data(
         ...         return np.full((4, 2), index), np.ones((4, 1))
         >>> history = model.fit(ks.shard_data(Batches()), epochs=2, shuffle=False, verbose=0)
     """
-    install("optimizers")  # ranks that train on this data need a `CrossShard`
+    install("optimizers")  # training on several ranks needs a `CrossShard`
     _check_arguments(batch_size, shuffle, seed)
     part, seed = Part(*processes.process()), 0 if seed is None else int(seed)
-    of_its_own = _splitter(x)
-    _check_all_were_given_alike(x, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed})
-    if of_its_own is None:
+    split = _splitter(x)
+    _check_same_on_all_processes(x, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed})
+    if split is None:
         mine = part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
-        return noted(mine) if part.num_parts > 1 else mine
+        return mark_as_split(mine) if part.num_parts > 1 else mine
     for argument, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
         if value is not None:
             raise ValueError(
-                f"`{argument}` is for arrays: other data holds targets, weights and batches itself. "
+                f"`{argument}` is for arrays. Other data contains its targets, weights and batches. "
                 f"Received: `{argument}` with {check.with_article(x)}. Leave it out."
             )
-    if is_part(x):
+    if is_split_dataset(x):
         raise ValueError(
-            "Data must be split once. Received: what `shard_data` has returned. Use that, or pass the whole data."
+            "Data must be split only once. Received: data that `shard_data` has returned. Use that data as it is, or "
+            "pass the whole data."
         )
     if part.num_parts == 1:
-        return of_its_own(x, shuffle, seed, part) if shuffle else x
-    return noted(of_its_own(x, shuffle, seed, part))
+        return split(x, shuffle, seed, part) if shuffle else x
+    return mark_as_split(split(x, shuffle, seed, part))
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
@@ -189,7 +187,7 @@ def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
 
 
 def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:
-    """What splits data that is more than arrays."""
+    """Returns the function that splits this kind of data, or None for arrays."""
     if isinstance(x, keras.utils.PyDataset):
         return PartOfPyDataset
     torch_data, tensorflow = sys.modules.get("torch.utils.data"), sys.modules.get("tensorflow")
@@ -200,7 +198,7 @@ def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:
     return None
 
 
-def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
+def _check_same_on_all_processes(x: Any, arguments: dict[str, Any]) -> None:
     size: Any = [tuple(getattr(leaf, "shape", ()))[:1] for leaf in tree.flatten(x)]
     if hasattr(x, "dataset"):
         size = len(x.dataset) if hasattr(x.dataset, "__len__") else None
@@ -214,5 +212,5 @@ def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
             raise ValueError(
                 "Every process must call `shard_data` with the same data and arguments. "
                 f"Received on process 0: {facts[0]}, on process {process_id}: {fact}. "
-                "Load the whole data everywhere, and give seeds that do not depend on the process."
+                "Load the whole data on every process, and use seeds that do not depend on the process."
             )

@@ -1,4 +1,4 @@
-"""Which rows are this process's part."""
+"""The share of one process: every n-th row or batch."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Every `num_parts`-th of something, from `index` on."""
+    """Every `num_parts`-th item, starting at `index`."""
 
     num_parts: int
     index: int
 
     @property
     def slice(self) -> slice:
-        """Every `num_parts`-th thing, from this process's own on."""
+        """The slice of this part's items."""
         return slice(self.index, None, self.num_parts)
 
     def size(self, total: int) -> int:
-        """How many of `total` things belong to this part."""
+        """Returns how many of `total` items belong to this part."""
         return len(range(self.index, total, self.num_parts))
 
     def check_enough(self, total: int, things: str) -> None:
-        """Raises ValueError where a process would get nothing."""
+        """Raises ValueError if a process would get no item."""
         if total < self.num_parts:
             raise ValueError(
-                f"There must be at least one of the {things} of `x` for each process. "
+                f"`x` must have at least one of its {things} for each process. "
                 f"Received: {total} {things} for {self.num_parts} processes. Use more data or fewer processes."
             )
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """An order of rows that is the same on all processes."""
+    """Returns an order of rows that is the same on all processes."""
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 @contextlib.contextmanager
-def drawing_alike(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Seeds everybody's random numbers for the time of the block; `generators` are PyTorch's."""
+def same_random_numbers(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Seeds all global random numbers, and PyTorch's `generators`, from `key` for the duration of the block."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch = sys.modules.get("torch")
     generators = [*generators, *([] if torch is None else [torch.default_generator])]

@@ -1,4 +1,4 @@
-"""This process's rows of a `keras.utils.PyDataset`."""
+"""This process's batches of a `keras.utils.PyDataset`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_shardopt.data.part import Part, drawing_alike, permutation
+from keras_shardopt.data.part import Part, permutation, same_random_numbers
 
 
 class PartOfPyDataset(keras.utils.PyDataset):
@@ -28,8 +28,8 @@ class PartOfPyDataset(keras.utils.PyDataset):
             part.check_enough(total, "batches")
         elif shuffle:
             raise ValueError(
-                "`shuffle` needs a PyDataset that has a length. Received: shuffle=True, with a PyDataset without end. "
-                "Shuffle inside it, alike on every process."
+                "`shuffle` needs a PyDataset that has a length. Received: shuffle=True, with an infinite PyDataset. "
+                "Shuffle inside the PyDataset, in the same order on every process."
             )
         self._draw()
 
@@ -39,13 +39,13 @@ class PartOfPyDataset(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches this process has; None if there is no end."""
+        """The number of batches of this process; None if the dataset is infinite."""
         total = self._batches.num_batches
         return None if total is None else self._part.size(total)
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("This PyDataset has no end, and no length.")
+            raise TypeError("An infinite PyDataset has no length.")
         return self.num_batches
 
     def __getitem__(self, index: int) -> Any:
@@ -53,13 +53,13 @@ class PartOfPyDataset(keras.utils.PyDataset):
         return self._batches[position if self._order is None else int(self._order[position])]
 
     def on_epoch_begin(self) -> None:
-        """Lets the dataset draw as on the other processes."""
-        with drawing_alike(self._seed, self._epoch, 0):
+        """Starts an epoch of the dataset with random numbers that are equal on all processes."""
+        with same_random_numbers(self._seed, self._epoch, 0):
             self._batches.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Lets the dataset draw as on the other processes."""
-        with drawing_alike(self._seed, self._epoch, 1):
+        """Ends an epoch of the dataset with random numbers that are equal on all processes."""
+        with same_random_numbers(self._seed, self._epoch, 1):
             self._batches.on_epoch_end()
         self._epoch += 1
         self._draw()

@@ -1,8 +1,8 @@
-"""Random numbers with which data is drawn: those of process 0, on every process.
+"""Random numbers of process 0 on every process, to draw the order of data.
 
 Private names of Keras touched here (a test holds them):
     `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers of a
-        `PyDataset`, the thread that gives them work, and the order of batches that it has drawn.
+        `PyDataset`, the thread that feeds them, and the order of batches that this thread draws.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import numpy as np
 from keras_shardopt.backends.active import processes
 
 _num_calls = 0
-"""How many calls of `fit`, `evaluate` and `predict`, of all processes together, have ended."""
+"""The number of `fit`, `evaluate` and `predict` calls that all processes together have ended."""
 
 
-def note_end_of_call() -> None:
-    """Says that all processes have ended a call that has drawn, perhaps: those around it go on behind that."""
+def count_call() -> None:
+    """Counts a call that all processes have ended. Enclosing calls then share the state of process 0 again."""
     global _num_calls
     _num_calls += 1
 
 
 class SharedDraws:
-    """Lets data be drawn alike on all processes, each of which has global random numbers of its own.
+    """Makes all processes draw the same order of data, although each has its own global random numbers.
 
-    Inside `drawing()`, and nowhere else, Python's, NumPy's and PyTorch's global random numbers are those that process 0
-    had when the epoch began. So the order of rows is that which one process draws. A process whose own numbers were the
-    same goes on behind what was drawn, as one process does; others get their own back.
+    Only inside `drawing()`, the global random numbers of Python, NumPy and PyTorch are those of process 0 at the start
+    of the epoch. So the order of rows is the order that one process draws. Afterwards, a process with the same numbers
+    as process 0 continues behind the draws, as a single process does. Other processes get their own numbers back.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class SharedDraws:
         self._num_calls = 0
 
     def forget(self) -> None:
-        """Lets the next epoch begin with what process 0 has then."""
+        """Makes the next epoch start from process 0's state at that time."""
         self._states = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """A block in which data is drawn. All processes enter the first one of an epoch together; it may be nested."""
+        """Opens a block in which data is drawn. Blocks nest; all processes must enter an epoch's first one together."""
         if self._is_drawing:
             yield
             return
@@ -66,10 +66,10 @@ class SharedDraws:
             _set({name: self._states[name] if own[name] == before[name] else own[name] for name in before})
 
 
-def draw_before_going_on(adapter: Any) -> None:
-    """Lets who starts the workers of a `PyDataset` wait until their thread has drawn the order of batches.
+def wait_for_batch_order(adapter: Any) -> None:
+    """Makes the start of a `PyDataset`'s workers wait until their thread has drawn the order of batches.
 
-    Keras may go on with a batch left over, and leave the block in which data is drawn, while the thread draws.
+    Otherwise Keras may leave the block of `drawing()` with a leftover batch while the thread still draws.
     """
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:
@@ -88,14 +88,14 @@ def draw_before_going_on(adapter: Any) -> None:
 
 
 def _take_from_first() -> dict[str, Any]:
-    """The states of process 0, of generators whose numbers differ between processes, or will."""
+    """Returns process 0's states of the generators that differ between processes."""
     states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
-    # PyTorch's differs from the first step on, as dropout without a seed draws from it.
+    # PyTorch's differ after the first step, because unseeded dropout draws from them.
     of_torch = states.pop("torch", None)
     prints = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
     is_first = processes.process()[1] == 0
     everyones = processes.gather_objects((prints, of_torch if is_first else None))
-    given = everyones[0][1]  # none where some program does not use PyTorch
+    given = everyones[0][1]  # None if process 0 does not use PyTorch
     taken: dict[str, Any] = {} if of_torch is None or given is None else {"torch": given}
     names = [name for name in states if any(each[name] != everyones[0][0][name] for each, _ in everyones)]
     if names:
@@ -133,4 +133,4 @@ _GENERATORS: dict[str, tuple[Any, Any]] = {
     "numpy": (_numpy_state, _set_numpy_state),
     "torch": (_torch_state, _set_torch_state),
 }
-"""What global random numbers there are: how their state is taken, and put back."""
+"""By name of the global random numbers: functions that read and set their state."""

@@ -1,7 +1,7 @@
 """This process's part of a `torch.utils.data.DataLoader`.
 
 Private names of PyTorch touched here (test_data.py holds them):
-    `DataLoader._iterator` - workers that outlive an epoch, which a copy of a loader must not share.
+    `DataLoader._iterator` - persistent workers, which a copy of a loader must not share.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_shardopt import arguments as check
-from keras_shardopt.data.part import Part, drawing_alike, permutation
+from keras_shardopt.data.part import Part, permutation, same_random_numbers
 
 
 def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
-    """A copy of the loader with a sampler, or a stream, of this process's part."""
+    """Returns a copy of the loader that yields this process's part of the rows."""
     data = sys.modules["torch.utils.data"]
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
     for found in samplers_of(loader):
         if isinstance(found, data.DistributedSampler):
             raise ValueError(
-                "A `DataLoader` must give all rows, for `shard_data` to split them. Received: one with a "
-                f"{type(found).__name__}, which has split them already, and pads or drops rows where they do not "
-                "divide. Leave that sampler out, and say `shuffle=True` to the `DataLoader` instead."
+                f"`shard_data` splits rows, but the sampler {type(found).__name__} has already split them. "
+                "Received: a `DataLoader` with that sampler. Leave the sampler out, and pass `shuffle=True` to the "
+                "`DataLoader`."
             )
-    # A copy and not a new loader: every argument stays, also of a subclass. DataLoader forbids to assign.
+    # A copy keeps every argument, also those of a subclass. DataLoader forbids assignments, so use `__dict__`.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None
     if isinstance(loader.dataset, data.IterableDataset):
         if shuffle:
             raise ValueError(
-                "`shuffle` is not for a `DataLoader` of an `IterableDataset`, which has rows in its own order only. "
-                "Received: shuffle=True. Shuffle inside the dataset, alike on every process."
+                "`shuffle` is not for a `DataLoader` of an `IterableDataset`, because such a dataset cannot be "
+                "reordered. Received: shuffle=True. Shuffle inside the dataset, in the same order on every process."
             )
-        # The length for several workers cannot be known: it is each worker's stream that is divided.
+        # The split applies to each worker's stream, so several workers have no known length.
         sized = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
         if sized:
             part.check_enough(len(loader.dataset), "rows")
@@ -52,14 +52,14 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls `set_epoch(epoch)` of each sampler of a `DataLoader` that has it, as `DistributedSampler` does."""
+    """Calls `set_epoch(epoch)` on each sampler of a `DataLoader` that has it, such as `DistributedSampler`."""
     for sampler in samplers_of(loader):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The samplers of a `DataLoader`, and those inside them, each once."""
+    """Returns the samplers of a `DataLoader` and the samplers inside them, each once."""
     found: dict[int, Any] = {}
     for sampler in (loader.sampler, loader.batch_sampler):
         while sampler is not None and id(sampler) not in found:
@@ -69,13 +69,13 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 class PartOfSampler:
-    """Every n-th of what a sampler draws, drawn alike on every process. Each iteration is an epoch."""
+    """Every n-th item of a sampler, drawn in the same order on every process. Each iteration is an epoch."""
 
     def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: Part) -> None:
         if not hasattr(sampler, "__len__"):
             raise ValueError(
-                "A sampler must have a length, for its part to be known. "
-                f"Received: {check.with_article(sampler)} without `__len__`. Add it to the class."
+                "A sampler must have a length, because `shard_data` computes each process's part from it. "
+                f"Received: {check.with_article(sampler)} without `__len__`. Add `__len__` to the class."
             )
         part.check_enough(len(sampler), things)
         self.sampler, self._shuffle, self._seed, self._part = sampler, shuffle, seed, part
@@ -88,7 +88,7 @@ class PartOfSampler:
         found = (self.sampler, getattr(self.sampler, "sampler", None))
         generators = [g for owner in found if (g := getattr(owner, "generator", None)) is not None]
         epoch, self._epoch = self._epoch, self._epoch + 1
-        with drawing_alike(self._seed, epoch, generators=generators):
+        with same_random_numbers(self._seed, epoch, generators=generators):
             drawn = list(self.sampler)
         if self._shuffle:
             drawn = [drawn[i] for i in permutation(len(drawn), self._seed, epoch)]
@@ -96,7 +96,7 @@ class PartOfSampler:
 
 
 class PartOfStream:
-    """Every n-th row of an `IterableDataset`. It has the attributes of that, which a `worker_init_fn` may set."""
+    """Every n-th row of an `IterableDataset`. Attributes are those of the dataset; a `worker_init_fn` may set them."""
 
     _dataset: Any
     _part: Part
@@ -109,7 +109,7 @@ class PartOfStream:
         return itertools.islice(iter(self._dataset), self._part.index, None, self._part.num_parts)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and pickling look for is ours
+        if name.startswith("__"):  # copying and pickling must use this class
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -121,7 +121,7 @@ class PartOfStream:
 
 
 class PartOfSizedStream(PartOfStream):
-    """One that knows its length."""
+    """Part of an `IterableDataset` with a length."""
 
     def __len__(self) -> int:
         return self._part.size(len(self._dataset))

@@ -1,4 +1,4 @@
-"""Batches that every process has whole, and works on a part of: contiguous rows, in the order of the processes."""
+"""Batches that every process receives whole. Each process uses contiguous rows, in the order of the processes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from keras import tree
 from keras_shardopt.data.arrays import rows_of
 
 _CHECKED_ELEMENTS = 2**16
-"""How many elements of an array its checksum is made of, at most."""
+"""Maximum number of elements per array in a checksum."""
 
-_NOTED_ELEMENTS = 2**7
-"""How many of each batch, so that it costs nothing."""
+_FINGERPRINT_ELEMENTS = 2**7
+"""The same for every batch of an epoch: few, to cost no measurable time."""
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
-    """How many rows each part has: the first ones have one more where they do not divide."""
+    """Returns the number of rows of each part. The first parts have one row more if parts do not divide the rows."""
     rows, rest = divmod(num_rows, num_parts)
     return [rows + 1] * rest + [rows] * (num_parts - rest)
 
 
 def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
-    """The rows of one part. A part without rows gets the first row, to go through the model with.
+    """Returns the rows of one part. A part without rows gets the first row, because the model needs an input.
 
     Raises:
         ValueError: if the arrays of the batch have different numbers of rows.
@@ -36,7 +36,7 @@ def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
     mine = slice(start, stop) if stop > start else slice(0, 1)
 
     def part(nest: Any) -> Any:
-        # Not `tree.map_structure`, which takes longer than the slices.
+        # `tree.map_structure` takes longer than the slices.
         kind = type(nest)
         if kind is tuple or kind is list:
             return kind([part(each) for each in nest])
@@ -47,9 +47,9 @@ def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
             return tree.map_structure(part, nest) if tree.is_nested(nest) else nest
         if shape[0] != total:
             raise ValueError(
-                "A batch that is divided among processes must have as many rows in each of its arrays. "
-                f"Received: one of {total} rows, with an array of the shape {tuple(shape)}. "
-                "Let each process load its own batches: `keras_shardopt.data_parallel(auto_shard=False)`."
+                "All arrays of a batch that is divided among processes must have the same number of rows. "
+                f"Received: a batch of {total} rows, with an array of shape {tuple(shape)}. "
+                "To load separate batches on each process, use `keras_shardopt.data_parallel(auto_shard=False)`."
             )
         return nest[mine]
 
@@ -57,22 +57,22 @@ def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
 
 
 def fingerprint(batch: Any) -> int:
-    """A checksum of a few elements."""
-    return checksum(batch, _NOTED_ELEMENTS)
+    """Returns a checksum of a few elements of each array."""
+    return checksum(batch, _FINGERPRINT_ELEMENTS)
 
 
 def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
-    """A number that differs where batches differ; of large arrays elements at equal distances are looked at."""
+    """Returns a checksum of a batch. Large arrays contribute elements at equal distances."""
     found = 0
     for leaf in tree.flatten(batch):
-        if hasattr(leaf, "to_numpy"):  # of pandas, whose tables have no `dtype`
+        if hasattr(leaf, "to_numpy"):  # pandas tables have no `dtype`
             leaf = leaf.to_numpy()
         elif hasattr(leaf, "tocsr"):
             leaf = leaf.toarray()
         if not hasattr(leaf, "dtype"):
             continue
         flat = leaf.reshape(-1) if hasattr(leaf, "reshape") else keras.ops.reshape(leaf, (-1,))
-        step = -(-flat.shape[0] // num_elements) | 1  # odd, so as not to stay in one column
+        step = -(-flat.shape[0] // num_elements) | 1  # odd, to cross columns
         values = np.ascontiguousarray(_to_numpy(flat[::step]))
         content = repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
         found = zlib.crc32(content, zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found))
@@ -81,13 +81,13 @@ def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
 
 def _to_numpy(array: Any) -> Any:
     try:
-        return np.asarray(array)  # a tenth of the time of what Keras does
-    except (TypeError, RuntimeError):  # on another device, or of a dtype that NumPy lacks
+        return np.asarray(array)  # ten times as fast as Keras's conversion
+    except (TypeError, RuntimeError):  # on another device, or a dtype that NumPy lacks
         return keras.ops.convert_to_numpy(array)
 
 
 def first_rows(data: Any) -> Any:
-    """Of arrays the first rows, which say more than a batch that each process has drawn; None of other data."""
+    """Returns the first rows of arrays, or None for other data. Unlike batches, they do not depend on random draws."""
     if not all(leaf is None or len(getattr(leaf, "shape", ())) for leaf in tree.flatten(data)):
         return None
     return rows_of(data, slice(64))

@@ -11,7 +11,7 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.split_data import is_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     given = {**dict(zip(names, args)), **kwargs}
     if not given.get("validation_split") or given.get("validation_data") is not None:
         return False
-    return is_own_part(*[given.get(name) for name in ("x", "y", "sample_weight")])
+    return is_split(*[given.get(name) for name in ("x", "y", "sample_weight")])
 
 
 def check_kinds(are_whole: Sequence[bool]) -> None:

@@ -34,8 +34,8 @@ from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, tell
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
-from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
-from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
+from keras_shardopt.data.split_data import is_from_shard_data, is_split
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
 from keras_shardopt.fit.calls import num_rows, warn_of_unequal_start
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
@@ -262,14 +262,14 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
-            self._check_kind(data, is_meant or is_surely_divided(*data))
+            self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(x, *args, **kwargs)  # Keras looks at the first batches of a generator
         # Keras may build a model from the first batch, and then there is a `reset`. In `predict`, which gives no `y`,
         # there are both only where the model is not built.
         self._fills_up = "y" not in kwargs and self._can_fill_up and all(layer.built for layer in layers_of(model))
         if self._is_whole:
-            draw_before_going_on(self.data_adapter)
+            wait_for_batch_order(self.data_adapter)
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
@@ -376,7 +376,7 @@ def _takes_whole(model: Any, *data: Any) -> bool:
     """Whether all processes are given the same data, of which each works on a part of every batch."""
     if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
         return False
-    return not vars(model).get(SPLITS_OWN_PART, False) and not is_own_part(*data)
+    return not vars(model).get(SPLITS_OWN_PART, False) and not is_split(*data)
 
 
 def _start_equal(model: Any) -> None:

@@ -30,8 +30,8 @@ from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_al
 from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
 from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
 from keras_shardopt.backends.patches import install
-from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.shared_draws import note_end_of_call
+from keras_shardopt.data.shared_draws import count_call
+from keras_shardopt.data.split_data import is_split
 from keras_shardopt.fit.calls import call_silently, refuse_groups
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
@@ -99,7 +99,7 @@ class PreparedOnJax(PreparedModel):
         """Return all rows on each process if all have the same data. Keras' method, otherwise used, raises there."""
         x = kwargs.get("x", args[0] if args else None)
         sharing = sharing_of(self)
-        is_together = sharing.gather and sharing.auto_shard and not is_own_part(x)
+        is_together = sharing.gather and sharing.auto_shard and not is_split(x)
         with predicting_together() if is_together else contextlib.nullcontext():
             return _call(self, super().predict, *args, **kwargs)
 
@@ -208,7 +208,7 @@ def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         _put_back(model)
         raise
     finally:
-        note_end_of_call()
+        count_call()
 
 
 def _let_assign_alone(model: Any) -> None:

@@ -39,8 +39,8 @@ from keras_shardopt.backends.tensorflow.processes import (
     processes,
     tell,
 )
-from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
-from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on, note_end_of_call
+from keras_shardopt.data.shared_draws import SharedDraws, count_call, wait_for_batch_order
+from keras_shardopt.data.split_data import is_from_shard_data, is_split
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows, rows_of_parts
 from keras_shardopt.fit.calls import call_silently, num_rows, warn_of_unequal_start
 from keras_shardopt.fit.sharing import (
@@ -115,13 +115,13 @@ def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callab
             yield call_silently if processes.process()[1] > 0 else lambda real, *args, **kwargs: real(*args, **kwargs)
     finally:
         _running.reset(token)
-        note_end_of_call()
+        count_call()
 
 
 def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
     del args, kwargs
     sharing = sharing_of(model)
-    return sharing.gather and sharing.auto_shard and not is_own_part(x)
+    return sharing.gather and sharing.auto_shard and not is_split(x)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -152,20 +152,20 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._first, self._num_local = local_replicas(distribute_strategy)
         self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
         auto_shard = sharing_of(call.model).auto_shard
-        is_part = call.splits_own_part or is_own_part(*data) or isinstance(x, tf.distribute.DistributedDataset)
+        is_part = call.splits_own_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
         self._is_whole = auto_shard and not call.is_alone and not is_part
         self._draws = SharedDraws() if self._is_whole else None
         self._is_compared = False
         self._last: Any = None
         if not call.is_alone:
             is_meant = self._is_whole or not self._trains or auto_shard
-            self._check_kind(data, is_meant or is_surely_divided(*data))
+            self._check_kind(data, is_meant or is_from_shard_data(*data))
         if self._is_whole and self._trains:
             _seed_alike()
         with self._drawing():  # Keras looks at the first batches of a generator
             super().__init__(_Keeping(), x, y, sample_weight, **kwargs)
         if self._is_whole:
-            draw_before_going_on(self.data_adapter)
+            wait_for_batch_order(self.data_adapter)
         self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # by the user
         self._spec = None if self._is_divided else spec_of(self._distributed_dataset.element_spec)
         if not (call.is_alone or self._is_divided):

@@ -22,8 +22,8 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance, running_local
-from keras_shardopt.data.own_parts import is_surely_divided
-from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
+from keras_shardopt.data.split_data import is_from_shard_data
 from keras_shardopt.data.torch_loader import set_epoch
 from keras_shardopt.data.whole_batches import first_rows
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, running
@@ -42,7 +42,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = session is not None and (session.splits_own_part or is_surely_divided(x, y, sample_weight))
+        self._is_marked = session is not None and (session.splits_own_part or is_from_shard_data(x, y, sample_weight))
         self._is_compared = False
         self._first: Any = None if session is None else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
@@ -56,7 +56,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._is_compared = True
             comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
-            draw_before_going_on(self.data_adapter)
+            wait_for_batch_order(self.data_adapter)
         # Keras moves arrays to its device. On the host, comparing some elements of each batch avoids a transfer.
         on_device = keras.ops.zeros(()).device.type != "cpu"
         self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)

@@ -30,7 +30,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
-from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.split_data import is_split
 from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs
@@ -220,7 +220,7 @@ class Session:
 
     def takes_whole(self, *data: Any) -> bool:
         """Whether all ranks receive the same data, and each rank uses its part of every batch."""
-        return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_own_part(*data)
+        return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_split(*data)
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:

@@ -32,7 +32,7 @@ from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import methods_inside, mix_in, note_own_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import note_error
-from keras_shardopt.data.shared_draws import note_end_of_call
+from keras_shardopt.data.shared_draws import count_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.calls import call_silently, num_rows
@@ -192,7 +192,7 @@ def _run(
         finally:
             session.call = before
             if together is not None:
-                note_end_of_call()
+                count_call()
             if before is None:
                 session.forget_batches()
 

@@ -683,7 +683,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
     several = compiled(scope, with_dicts, loss="mae")
     ragged = ({"a": X[:4, :2], "b": X[: 4 - short, 2:]} for short in (1, 0))
     refused(
-        lambda: several.predict(((x,) for x in ragged), verbose=0), ValueError, "as many rows in each of its arrays"
+        lambda: several.predict(((x,) for x in ragged), verbose=0), ValueError, "must have the same number of rows"
     )
 
 

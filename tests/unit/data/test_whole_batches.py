@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from keras_shardopt.data import own_parts, shared_draws
+from keras_shardopt.data import shared_draws, split_data
 from keras_shardopt.data.shared_draws import SharedDraws
 from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
 
@@ -31,7 +31,7 @@ def test_parts_are_those_of_array_split(num_rows, num_parts):
 
 
 def test_arrays_of_other_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"as many rows in each of its arrays. Received: one of 4 rows, .* \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"same number of rows. Received: a batch of 4 rows, .* \(3, 2\)"):
         part_of_batch((np.zeros(4), np.zeros((3, 2))), [2, 2], 0)
 
 
@@ -80,11 +80,11 @@ def test_checksums_of_first_rows_differ_where_tables_and_sparse_matrices_do():
         assert other != same == checksum(first_rows((x, None))), make
 
 
-def test_own_parts_are_known_by_identity():
+def test_split_data_is_recognized_by_identity():
     x, y = np.zeros(4), np.zeros(4)
-    assert own_parts.noted({"x": x, "none": None})["x"] is x
-    assert own_parts.is_own_part([x, None]) and own_parts.is_own_part(y, {"x": x})
-    assert not own_parts.is_own_part(y, None, [1, "a"]) and not own_parts.is_own_part(x[:2])
+    assert split_data.mark_as_split({"x": x, "none": None})["x"] is x
+    assert split_data.is_split([x, None]) and split_data.is_split(y, {"x": x})
+    assert not split_data.is_split(y, None, [1, "a"]) and not split_data.is_split(x[:2])
 
 
 def drawn():
@@ -132,12 +132,12 @@ def test_the_thread_of_workers_draws_before_anything_goes_on(monkeypatch):
     drawn = []
     monkeypatch.setattr(random, "shuffle", lambda order: time.sleep(0.05) or drawn.append(order))
     adapter = PyDatasetAdapter(Batches(workers=2), shuffle=True)
-    shared_draws.draw_before_going_on(adapter)
+    shared_draws.wait_for_batch_order(adapter)
     for epoch in range(2):
         adapter.on_epoch_begin()
         assert len(drawn) == epoch + 1
         adapter.enqueuer.start()  # which starts nothing once more
         adapter.on_epoch_end()
     plain = PyDatasetAdapter(Batches(), shuffle=True)
-    shared_draws.draw_before_going_on(plain)
+    shared_draws.wait_for_batch_order(plain)
     assert plain.enqueuer is None

@@ -1,4 +1,4 @@
-"""Which data is a process's own part already, and must not be divided once more."""
+"""Recognizes data that is already split among processes."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import steps_of
 from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, samplers_of
 
-# By identity: arrays compare element by element, and are not to be kept alive.
+# Keys are `id`s, because arrays compare element by element. References are weak: data must not stay alive.
 _parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def noted(data: Any) -> Any:
-    """The same data, of which each array or `tf.data` pipeline is known as an own part from now on."""
+def mark_as_split(data: Any) -> Any:
+    """Marks each array or `tf.data` pipeline of `data` as split, and returns `data`."""
     for leaf in tree.flatten(data):
         if leaf is not None and type(leaf).__weakrefoffset__:
             _parts[id(leaf)] = leaf
     return data
 
 
-def is_part(x: Any) -> bool:
-    """Whether `shard_data` has returned this `PyDataset`, `DataLoader` or pipeline, perhaps before other steps."""
+def is_split_dataset(x: Any) -> bool:
+    """Whether `x` is a `PyDataset`, `DataLoader` or pipeline from `shard_data`. Later pipeline steps are allowed."""
     parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
     if any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset")):
         return True
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and hasattr(tensorflow, "data") and isinstance(x, tensorflow.data.Dataset):
-        return any(_is_noted(step) for step in steps_of(x))
+        return any(_is_marked(step) for step in steps_of(x))
     return False
 
 
-def is_own_part(*data: Any) -> bool:
-    """Whether any of this, which goes together, is what `shard_data` has returned or a `DistributedSampler` divides."""
-    return is_surely_divided(*data) or any(_has_distributed_sampler(each) for each in data)
+def is_split(*data: Any) -> bool:
+    """Whether `shard_data` or a `DistributedSampler` has split any of these arguments of one call."""
+    return is_from_shard_data(*data) or any(_has_distributed_sampler(each) for each in data)
 
 
-def is_surely_divided(*data: Any) -> bool:
-    """Whether it is what `shard_data` has returned. A `DistributedSampler` may have the same rank everywhere."""
-    return any(is_part(each) for each in data) or any(_is_noted(leaf) for leaf in tree.flatten(data))
+def is_from_shard_data(*data: Any) -> bool:
+    """Whether `shard_data` has returned any of these arguments of one call."""
+    return any(is_split_dataset(each) for each in data) or any(_is_marked(leaf) for leaf in tree.flatten(data))
 
 
-def _is_noted(leaf: Any) -> bool:
+def _is_marked(leaf: Any) -> bool:
     return leaf is not None and _parts.get(id(leaf)) is leaf
 
 
