@@ -27,7 +27,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "Received: a `DataLoader` with that sampler. Leave the sampler out, and pass `shuffle=True` to the "
                 "`DataLoader`."
             )
-    # A copy keeps every argument, also those of a subclass. DataLoader forbids assignments, so use `__dict__`.
+    # A copy keeps every argument, also those of a subclass. DataLoader forbids assignments.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None

@@ -1,4 +1,4 @@
-"""What `model.fit` needs in order to train with several replicas."""
+"""`model.fit` on several replicas, with one folder per backend."""
 
 TRAINERS = {name: f"keras_shardopt.fit.{name}" for name in ("tensorflow", "jax", "torch")}
-"""By backend, the module that changes its trainer; see `keras_shardopt.backends.for_backend`."""
+"""By backend, the package of its trainer; see `keras_shardopt.backends.for_backend`."""

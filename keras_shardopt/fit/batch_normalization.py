@@ -1,18 +1,18 @@
 """`BatchNormalization(synchronized=True)`: statistics of all rows of the global batch, on every backend.
 
-Keras has it on TensorFlow only. In the steps of a prepared model each replica takes mean and variance of its own
-rows, which are then exchanged and joined by the formula of Chan, Golub and LeVeque (1979):
+Keras implements it on TensorFlow only. In the steps of a prepared model, each replica computes mean and variance of its
+own rows. Replicas exchange them, and combine them by the formula of Chan, Golub and LeVeque (1979):
 
     n = sum n_r,   mean = sum n_r mean_r / n,   variance = sum (M_r + n_r (mean_r - mean)^2) / n
 
-with n_r how many values of a channel replica r has, and M_r the sum of their squared differences from mean_r. Unlike
-E[x^2] - E[x]^2 it loses no digits where the mean is large. That is one small exchange in the forward pass, and one in
-the backward pass: gradients go through it.
+n_r is the number of values per channel on replica r, and M_r the sum of their squared differences from mean_r. Unlike
+E[x^2] - E[x]^2, it keeps its precision if the mean is large. It costs one small exchange in the forward pass, and one
+in the backward pass for the gradients.
 
 Private names of Keras touched here (a test holds each of them):
-    `BatchNormalization.__init__` - refuses `synchronized=True` on other backends than TensorFlow.
-    `BatchNormalization._moments`, `_reduction_axes` - mean and variance of a batch, and the axes to take them over.
-    `keras.src.backend.common.symbolic_scope.in_symbolic_scope` - whether shapes are computed, and no values.
+    `BatchNormalization.__init__` - raises for `synchronized=True` on backends other than TensorFlow.
+    `BatchNormalization._moments`, `_reduction_axes` - mean and variance of a batch, and their axes.
+    `keras.src.backend.common.symbolic_scope.in_symbolic_scope` - whether only shapes are computed.
 """
 
 from __future__ import annotations
@@ -39,40 +39,39 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# Where the sum over replicas has no gradient by itself, and where Keras synchronises by itself.
+# PyTorch's sum over ranks needs a gradient of ours. Keras synchronizes on TensorFlow only.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
-# Backends whose own layers can stand in a model of Keras.
+# PyTorch only: a Keras model may contain modules of the framework.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 
 def synchronize_batch_normalization(model: Layer) -> Layer:
-    """Lets every `BatchNormalization` of a model normalise with all rows of the global batch.
+    """Makes every `BatchNormalization` of a model normalize with all rows of the global batch.
 
-    It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does. On JAX and PyTorch Keras
-    takes that argument inside `data_parallel()`, or once there is a `CrossShard`. In the training steps of a prepared
-    model (`fit`, `train_on_batch`) such a layer uses the mean and variance of the rows of all replicas, and gradients
-    go through them, so that the update is that of one process with the whole batch. Replicas may have different numbers
-    of rows, or none. A `mask` is taken into account. With one replica nothing changes.
+    It sets `synchronized=True`, like `keras.layers.BatchNormalization(synchronized=True)`. (On JAX and PyTorch, Keras
+    accepts that argument inside `data_parallel()`, or once a `CrossShard` exists.) In training steps of a prepared
+    model (`fit`, `train_on_batch`), the layer uses the mean and variance over the rows of all replicas, and
+    differentiates through them. So the update is that of one process with the whole batch. Replicas may have different
+    numbers of rows or none, and a `mask` is respected. With one replica, nothing changes.
 
-    Without it each replica normalises with its own rows on TensorFlow and PyTorch; on JAX statistics are those of the
-    whole batch anyway, except where `CrossShard` needs each replica's own gradients.
+    Without synchronization, each replica normalizes with its own rows on TensorFlow and PyTorch. On JAX, statistics are
+    those of the whole batch, unless `CrossShard` needs per-replica gradients.
 
-    Elsewhere replicas do not wait for each other. In a plain `model(x, training=True)`, or a custom training loop, a
-    layer uses the rows that it is given, and on several ranks of PyTorch a warning says so; put the loop into
-    `train_step` of the model, and prepare it. On TensorFlow Keras synchronises in every `strategy.run`. In inference
-    nothing is exchanged.
+    Outside of a prepared model, the layer uses its replica's rows: for example in `model(x, training=True)` or a custom
+    training loop. On several PyTorch ranks, a warning says this; move the loop into `train_step` of a prepared model.
+    On TensorFlow, Keras synchronizes in every `strategy.run`. Inference exchanges nothing.
 
-    A `torch.nn.BatchNorm1d` (`2d`, `3d`) inside a PyTorch module stays as it is, and a warning names it.
+    A `torch.nn.BatchNorm1d` (`2d`, `3d`) inside a PyTorch module stays unsynchronized, and a warning names it.
 
     Args:
-        model: a `keras.Model` or a layer. Layers inside of it are changed at any depth, in place.
+        model: a `keras.Model` or a layer. The layers inside it change in place, at any depth.
 
     Returns:
-        The same model. A file of it says `synchronized: True`. Load it inside `data_parallel()` on JAX and PyTorch.
+        The same model. Its files contain `synchronized: True`. On JAX and PyTorch, load them inside `data_parallel()`.
 
     Raises:
-        TypeError: if `model` is neither.
+        TypeError: if `model` is neither a model nor a layer.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -94,24 +93,24 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
         warn(
             "`synchronize_batch_normalization` changes layers of Keras only. Received: a model with "
             f"{check.listed(others, ', ')}, which normalizes with the rows of one rank. "
-            "Use `keras.layers.BatchNormalization` in its place."
+            "Use `keras.layers.BatchNormalization` instead."
         )
     for layer in layers_of(model):
         if isinstance(layer, _Layer):
             layer.synchronized = True
-        if isinstance(layer, keras.Model):  # what was traced before does not know
+        if isinstance(layer, keras.Model):  # functions traced before use the old setting
             layer.train_function = layer.test_function = layer.predict_function = None
     return model
 
 
 def synchronized_statistics(model: Any) -> set[int]:
-    """The `id` of each moving statistic that is that of all replicas, also on one without rows."""
+    """Return the `id` of each moving statistic that is equal on all replicas, even on one without rows."""
     layers = [each for each in layers_of(model) if isinstance(each, _Layer) and each.synchronized]
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
 
 def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor that takes `synchronized=True` on every backend."""
+    """Return a constructor that accepts `synchronized=True` on every backend."""
 
     @functools.wraps(in_keras)
     def init(layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
@@ -119,7 +118,7 @@ def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
         if synchronized:
             layer.synchronized = synchronized
 
-    # Keras makes a config of arguments by it, and does not look through a wrapper everywhere.
+    # Keras builds a config from the signature, and does not always unwrap.
     vars(init)["__signature__"] = inspect.signature(in_keras)
     return init
 
@@ -129,7 +128,7 @@ _moments_in_keras = _Layer._moments
 
 @functools.wraps(_moments_in_keras)
 def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Stands in for Keras' method of that name."""
+    """Replaces the method of Keras."""
     if not layer.synchronized:
         return _moments_in_keras(layer, inputs, mask)
     part = None if in_symbolic_scope() else current_share()
@@ -137,20 +136,20 @@ def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, T
         return runtime.no_compile(_moments_of_all, inputs, mask, tuple(layer._reduction_axes), part)
     if _in_keras_too and processes.num_replicas() > 1:
         return _moments_in_keras(layer, inputs, mask)
-    runtime.no_compile(_warn_if_apart, layer)
-    # Keras does not look at `synchronized` where there is a mask.
+    runtime.no_compile(_warn_of_local_statistics, layer)
+    # With a mask, Keras ignores `synchronized`.
     return ops.moments(inputs, layer._reduction_axes) if mask is None else _moments_in_keras(layer, inputs, mask)
 
 
 def _moments_of_all(x: Tensor, mask: Tensor | None, axes: tuple[int, ...], part: BatchShare) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel over the rows of all replicas."""
-    counting = _rows_that_count(x, part)
+    """Return mean and variance of each channel over the rows of all replicas."""
+    valid = _valid_rows(x, part)
     if mask is not None:
         mask = ops.cast(ops.expand_dims(mask, -1), "bool")
-        counting = mask if counting is None else ops.logical_and(mask, counting)
-    mine = ops.stack([ops.reshape(value, (-1,)) for value in _own_moments(x, counting, axes)])
+        valid = mask if valid is None else ops.logical_and(mask, valid)
+    mine = ops.stack([ops.reshape(value, (-1,)) for value in _local_moments(x, valid, axes)])
     replicas = ops.reshape(ops.arange(part.replicas.num_replicas), (-1, 1, 1))
-    # A sum in which each replica has a place of its own: unlike a gather, every backend is fast at it.
+    # A sum with one slot per replica: it is fast on every backend, unlike a gather.
     placed = ops.where(ops.equal(replicas, part.replicas.replica_id), mine[None], ops.zeros_like(mine))
     everyones = _sum_over_replicas(placed, part)
     counts, means, squares = ops.stop_gradient(everyones[:, 0]), everyones[:, 1], everyones[:, 2]
@@ -159,31 +158,31 @@ def _moments_of_all(x: Tensor, mask: Tensor | None, axes: tuple[int, ...], part:
     return mean, ops.sum(squares + counts * ops.square(means - mean), axis=0) / total
 
 
-def _own_moments(x: Tensor, counting: Tensor | None, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each channel the number of values, their mean, and the sum of their squared differences from it."""
-    if counting is not None:
-        counting = ops.broadcast_to(counting, ops.shape(x))
-        count = ops.sum(ops.cast(counting, dtype_of(x)), axes, keepdims=True)
-        mean = ops.sum(ops.where(counting, x, 0.0), axes, keepdims=True) / ops.maximum(count, 1.0)
-        return count, mean, ops.sum(ops.square(ops.where(counting, x - mean, 0.0)), axes, keepdims=True)
+def _local_moments(x: Tensor, valid: Tensor | None, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, per channel, the number of values, their mean, and the sum of squared differences from the mean."""
+    if valid is not None:
+        valid = ops.broadcast_to(valid, ops.shape(x))
+        count = ops.sum(ops.cast(valid, dtype_of(x)), axes, keepdims=True)
+        mean = ops.sum(ops.where(valid, x, 0.0), axes, keepdims=True) / ops.maximum(count, 1.0)
+        return count, mean, ops.sum(ops.square(ops.where(valid, x - mean, 0.0)), axes, keepdims=True)
     sizes = [ops.shape(x)[axis] for axis in axes]
     mean, variance = ops.mean(x, axes), ops.var(x, axes)
     count = ops.ones_like(mean) * math.prod(ops.cast(size, dtype_of(x)) for size in sizes)
-    # On TensorFlow a replica may have no rows at all, and a mean of nothing is NaN.
+    # A replica may have no rows on TensorFlow; the mean would be NaN.
     return count, ops.where(count > 0, mean, 0.0), ops.where(count > 0, variance * count, 0.0)
 
 
-def _rows_that_count(x: Tensor, part: BatchShare) -> Tensor | None:
-    """Which rows are not there as padding only, in a shape that goes with that of `x`; None if none are."""
+def _valid_rows(x: Tensor, part: BatchShare) -> Tensor | None:
+    """Return a mask of the rows that are not padding, broadcastable to `x`; None without padding."""
     if not part.ends_early:
         return None
     if not isinstance(part.local_batch_size, int):
         rows = -(-part.global_batch_size // part.replicas.num_replicas)
         if x.shape[0] != rows:
             raise ValueError(
-                "A synchronized `BatchNormalization` must be given the rows of the batch where that does not divide by "
-                f"the number of replicas. Received: {x.shape[0]} rows on a replica that has {rows} of "
-                f"{part.global_batch_size}. Use batches that divide, or leave out `replica_clipnorm` and "
+                "If replicas do not divide a batch, the input of a synchronized `BatchNormalization` must have one "
+                f"entry per row. Received: {x.shape[0]} entries on a replica that has {rows} rows of "
+                f"{part.global_batch_size}. Use batches that divide evenly, or leave out `replica_clipnorm` and "
                 "`replica_transform`."
             )
     return ops.reshape(ops.arange(x.shape[0]) < part.local_batch_size, [-1] + [1] * (len(x.shape) - 1))
@@ -198,18 +197,17 @@ def _sum_over_replicas(tensor: Tensor, part: BatchShare) -> Tensor:
 _WARNED = "_keras_shardopt_warned"
 
 
-def _warn_if_apart(layer: Any) -> None:
-    """Says, once for a layer, that it normalises with the rows of one replica only."""
+def _warn_of_local_statistics(layer: Any) -> None:
+    """Warn, once per layer, that it normalizes with the rows of one replica."""
     try:
-        # One program for all replicas sees all rows.
-        is_apart = not runtime.communicator("").is_spmd
-    except ValueError:  # in a `shard_map` or `pmap` of somebody else's
-        is_apart = True
-    if is_apart and _WARNED not in vars(layer):
+        is_local = not runtime.communicator("").is_spmd  # an SPMD program has the rows of all replicas
+    except ValueError:  # in the user's `shard_map` or `pmap`
+        is_local = True
+    if is_local and _WARNED not in vars(layer):
         object.__setattr__(layer, _WARNED, True)
         warn(
-            "Only in the steps of a prepared model does a synchronized `BatchNormalization` exchange statistics. "
-            f"Received: {check.with_article(layer)} named {layer.name!r}, in training mode elsewhere, where each "
-            "replica normalises with its own rows. Use `fit` or `train_on_batch` of a prepared model, whose "
-            "`train_step` may be a custom one.",
+            "A synchronized `BatchNormalization` exchanges statistics only in the steps of a prepared model. "
+            f"Received: {check.with_article(layer)} named {layer.name!r}, in training mode elsewhere: each replica "
+            "normalizes with its own rows. Use `fit` or `train_on_batch` of a prepared model, also with a custom "
+            "`train_step`.",
         )

@@ -24,72 +24,65 @@ Model = TypeVar("Model")
 def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = None) -> Model:
     """Makes `fit` on several replicas exact: updates, losses and metrics are those of one process with the whole batch.
 
-    `compile` and `load_model` inside `data_parallel()` call it. Call it yourself for a model that is compiled
-    elsewhere. See the guides on [uneven batches](../uneven_batches.md) and
-    [data on several processes](../processes.md#data).
+    `compile` and `load_model` inside `data_parallel()` call `prepare`. Call it for a model that is compiled elsewhere.
+    See [uneven batches](../uneven_batches.md) and [data on several processes](../processes.md#data).
 
-    On several processes, give `fit`, `evaluate` and `predict` the same data on each of them; `batch_size` is the
-    global batch size. Every process goes through all batches, shuffled alike, and works on its rows of each. What
-    `shard_data` or a `DistributedSampler` has divided is that process's own part, in batches of its own.
+    Pass the same data to `fit`, `evaluate` and `predict` on every process; `batch_size` is the global batch size. All
+    processes iterate over all batches in the same order, and each uses its rows of every batch. Data from `shard_data`
+    or with a `DistributedSampler` is already split, so each process uses it in separate batches.
 
-    Batches may be uneven in `fit`, `evaluate`, `train_on_batch` and `test_on_batch`: a batch does not divide by the
-    number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are spread
-    unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask).
+    Batches may be uneven in `fit`, `evaluate`, `train_on_batch` and `test_on_batch`: replicas may have different
+    numbers of rows or none, and sample weights, class weights and masks may be spread unevenly. Losses divide by the
+    total over all replicas (rows, sum of weights, or mask).
 
-    What changes for this model:
+    Changes for a prepared model:
 
-    - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
-      With `steps_per_execution` steps are made one by one. Logs of a batch are those of all replicas where a callback
-      or a bar looks at them (not with several workers, where they are the mean of the replicas' own).
-    - JAX: a batch that does not divide is padded with rows that no layer gets; processes exchange how many they have;
-      only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
-      then run in a `shard_map` over the replicas.
-    - PyTorch: ranks exchange their numbers of rows, before each batch or, of arrays, for several batches at a time, and
-      a rank without a batch left takes part with none. At the end of an epoch metrics and moving statistics are those
-      of all ranks, and so are the logs of a batch where a callback looks at them. Only rank 0 prints. With
-      `steps_per_execution` steps are made one by one. The DDP of Keras 3.16 stays off.
-    - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
-      warning says which. Callbacks make the same decision on every process, and process 0 writes their files.
-      `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
-      and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
+    - TensorFlow: steps exchange numbers of rows and sums of weights: one small all-reduce per batch, and one per loss.
+      With `steps_per_execution`, steps still run one by one. Logs of a batch are aggregated over replicas if a callback
+      or progress bar reads them (with several workers, they are the mean of the replicas' logs).
+    - JAX: if replicas do not divide a batch, it is padded with rows that no layer receives. Processes exchange their
+      numbers of rows. Only process 0 prints. With `CrossShard(replica_clipnorm=...)` or `replica_transform`, the
+      forward and backward pass run in a `shard_map` over the replicas.
+    - PyTorch: ranks exchange numbers of rows before each batch (for arrays, before several batches). A rank without a
+      batch takes part with zero rows. Metrics and moving statistics are combined over ranks at the end of an epoch, and
+      logs of a batch if a callback reads them. Only rank 0 prints. With `steps_per_execution`, steps still run one by
+      one. The DDP of Keras 3.16 stays off.
+    - Several processes: if weights, state or seeds differ at the start of `fit`, all processes take those of process 0,
+      and a warning names them. Callbacks make the same decision on every process, and process 0 writes their files.
+      `predict` returns all rows on every process. `train_on_batch` and `test_on_batch` take each process's own rows;
+      `predict_on_batch` runs on each process separately.
 
-    `type(model)` becomes a subclass with the methods that differ. `model.__class__` and files name the class as before.
+    `type(model)` becomes a subclass, but `model.__class__` and files still name the original class.
 
-    From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
-    all of them raise. With one replica nothing changes, and doing it twice changes nothing.
+    All processes must then make these calls together, with equal `epochs` and validation; otherwise all raise. With one
+    replica, or when called again, `prepare` changes nothing.
 
-    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a custom `train_step`, and
-    penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
-    loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
-    on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map` of a model
-    with a synchronized `BatchNormalization`, penalties on activities, scalar losses, `add_loss` and layers that are not
-    synchronized need batches that divide, or raise. A `BatchNormalization` normalises with
-    its own replica's rows, except on JAX without per-replica gradients, where those are all rows; one that is
-    `synchronized` does so with all rows everywhere (`keras_shardopt.synchronize_batch_normalization`). Metrics are
-    combined as their variables' `aggregation` says: "sum" for those of Keras.
+    Exact losses are those of `compile`, `keras.losses.Loss` objects in a custom `train_step`, and penalties on weights
+    and activities (not in Keras 3.12, which does not divide activity penalties by rows). Other values are averaged over
+    replicas: a scalar loss or `add_loss` weighted by rows, `ops.mean(...)` unweighted. Metrics combine by the
+    `aggregation` of their variables ("sum" in Keras). Statistics: see [batch normalization](../batch_normalization.md).
 
-    A model with a `train_step` of its own may hold several optimizers as attributes, as the GAN of Keras' guide does:
-    each of them is a `CrossShard` then, and the one of `compile` may stay unused. TensorFlow and JAX reduce the
-    gradients of an optimizer that is none by themselves; on ranks of PyTorch it is an error.
+    A model with a custom `train_step` may hold several optimizers as attributes, as the GAN of Keras's guide does. Wrap
+    each in a `CrossShard`; the optimizer of `compile` may stay unused. Gradients of an unwrapped optimizer are reduced
+    by TensorFlow and JAX, and are an error on PyTorch ranks.
 
     Args:
-        model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`, or with a `train_step` of
-            its own and such optimizers as attributes.
-        auto_shard: bool or None. On several processes, whether all are given the same data. False: each is given its
-            own part, `batch_size` is that of its own batches, and each predicts alone. None (default) leaves what
-            `data_parallel` or an earlier call has set, at first True.
-        gather: bool or None. On several processes, whether `predict` returns the rows of all. False: on PyTorch each
-            process predicts alone, whatever it is given. None (default) leaves what is set, at first True.
+        model: a `keras.Model` that is compiled with a `CrossShard` (or a wrapper around one), or has a custom
+            `train_step` and such optimizers as attributes.
+        auto_shard: bool or None. Whether all processes receive the same data. False: each process passes its own part,
+            `batch_size` counts its own rows, and each predicts alone. None (default) keeps the setting of
+            `data_parallel` or of an earlier call, initially True.
+        gather: bool or None. Whether `predict` returns the rows of all processes. False: each PyTorch process predicts
+            alone. None (default) keeps the setting, initially True.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: if `model` is not a `keras.Model`, or `auto_shard` or `gather` not a bool.
-        ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart. On several
-            ranks of PyTorch also if the model holds an optimizer without one. On TensorFlow also if it was made or
-            loaded outside of the scope that was entered last. Later, on every process, if the data of processes differ
-            where they should be the same.
+        TypeError: if `model` is not a `keras.Model`, or `auto_shard` or `gather` is not a bool.
+        ValueError: if the model is not compiled, has no `CrossShard`, or has a `CrossShard` with several groups. On
+            several PyTorch ranks, also if the model holds an optimizer without a `CrossShard`. On TensorFlow, also if
+            the model was built outside of the last scope. Later, on every process, if data that must be equal differs.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -117,16 +110,16 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
         is_plain = optimizer is not model.optimizer and not cross_shards(optimizer)
         if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
-                "Where each process trains a copy of the model, every optimizer that the model holds must average the "
-                f"gradients of the ranks. Received: {check.with_article(optimizer)} next to {reducers[0]!r}. "
-                f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
+                "If each process trains a copy of the model, every optimizer of the model must average the gradients "
+                f"of the ranks. Received: {check.with_article(optimizer)} next to {reducers[0]!r}. "
+                f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it."
             )
     prepare_for(model, auto_shard, gather)
     return model
 
 
 def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
-    """Prepares a model that a `CrossShard` updates. Doing it twice changes nothing."""
+    """Prepare a model that a `CrossShard` updates. Preparing it twice changes nothing."""
     _refuse_later_methods(model)
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
@@ -141,7 +134,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
 
 
 def _refuse_later_methods(model: Any) -> None:
-    """Raise ValueError if a method was set on a prepared model, which hides the prepared one."""
+    """Raise ValueError if a method was set on a prepared model, because it would hide the prepared method."""
     classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreparedModel) and kind is not type(model)]
     later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
     if later:

@@ -1,4 +1,4 @@
-"""Setting up replicas: `with data_parallel():`."""
+"""`data_parallel()`: the scope that sets up replicas."""
 
 from __future__ import annotations
 
@@ -23,60 +23,58 @@ from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
-# The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
+# The scope that was left but still serves `fit`. At most one: the next scope closes it.
 _lingering: data_parallel | None = None
 
 
 class data_parallel:
-    """A scope in which a model is built for data-parallel training on all local accelerators.
+    """A scope to build a model in for data-parallel training on all local accelerators or the processes of this job.
 
-    | backend | what the scope sets up |
+    | backend | the scope sets up |
     |---|---|
-    | TensorFlow | a `MirroredStrategy` (TPU: `TPUStrategy`); of the workers of `TF_CONFIG` a multi-worker one |
-    | JAX | `keras.distribution.DataParallel` over the devices of all processes, which it connects if need be |
-    | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, else "gloo" |
+    | TensorFlow | a `MirroredStrategy` (TPU: `TPUStrategy`; with workers in `TF_CONFIG`, a multi-worker strategy) |
+    | JAX | `keras.distribution.DataParallel` over the devices of all processes; it connects the processes if needed |
+    | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, otherwise "gloo" |
 
-    Without accelerators the devices are all logical CPU devices; with a single device or process the scope sets up
-    nothing. Where a TensorFlow strategy scope or a process group is open already, it is used as it is; on JAX a
-    `DataParallel` is replaced until the scope is left, and a distribution with layouts of its own is an error.
+    Without accelerators, the devices are all logical CPU devices. With a single device or process, the scope sets up
+    nothing. It uses an open TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
+    until it ends; any other distribution is an error.
 
-    A model that is compiled or loaded inside, with a `CrossShard`, is prepared: its `fit` does what one process with
-    the whole batch would do, see `keras_shardopt.prepare`. On ranks of PyTorch they would train apart with a
-    plain optimizer: `compile` warns of it, and `fit` and `train_on_batch` of a model made or compiled inside raise.
+    The scope prepares each model that is compiled or loaded inside with a `CrossShard`, so `fit` equals
+    training on one process with the whole batch; see `keras_shardopt.prepare`. With a plain optimizer, PyTorch ranks would train
+    separately: `compile` warns, and `fit` and `train_on_batch` raise.
 
-    `model.fit` may be called inside the block or after it, and so may another `compile`; `fit` prepares a model that
-    was made inside and compiled after the block. Leaving the block restores what it changed, except where
-    JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
-    group stays until `close()`, until the next scope is entered, or until the program ends.
+    Call `model.fit` inside the block or after it. `fit` also prepares a model that was built inside and compiled
+    later. The end of the block restores all changes, with one exception on JAX and PyTorch: if a `CrossShard` from
+    inside is alive, the distribution or process group stays until `close()`, the next scope, or the end of the program.
 
-    With several processes each one makes the same calls with the same data: of every batch
-    a prepared model works on the rows of its process, and `batch_size` is the global one. Data that is divided
-    already comes from `shard_data`, or with `auto_shard=False`. Ranks that do not agree on Keras' random seed take rank
-    0's, so that models start equal; in its training steps, each then draws random numbers of its own from it.
+    All processes make the same calls with the same data. Each uses its rows of every batch, and `batch_size` is the
+    global batch size. To pass data that is already split, use `shard_data` or `auto_shard=False`. Models start equal:
+    if Keras's random seed differs between ranks, they take that of rank 0. In training steps, each rank draws
+    different random numbers from it.
 
     Args:
-        num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
-            accelerators that many CPU devices are made, which must happen before TensorFlow or JAX has started. (For
-            JAX with several devices on few cores the environment variable `NPROC` is then set too, unless it is
-            already: XLA would run out of threads.) On PyTorch it must equal the number of processes.
-        timeout: float > 0 in seconds, `datetime.timedelta`, or None. For ranks of PyTorch: how long a rank waits for
-            the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
-            "nccl"). A rank that dies is noticed at once. For processes of JAX and workers of TensorFlow it is set where
-            they are connected: by the first scope of the program, unless the program has done it before. It bounds the
-            wait for the others at the start, too, which ends the process on JAX and TensorFlow. One process waits for
-            nobody.
-        prepare: bool. True (default) prepares each model that is compiled or loaded inside and trains with a
-            `CrossShard`, as `keras_shardopt.prepare` does. False leaves that to you.
-        auto_shard: bool. True (default) divides each batch among processes. False takes what a process gives to `fit`,
-            `evaluate` and `predict` as its own part, and `batch_size` as that of its own batches.
+        num_replicas: int >= 1 or None. The number of replicas; None (default) takes all devices. Without accelerators,
+            it creates that number of CPU devices, before TensorFlow or JAX starts. (With several JAX devices on few
+            cores, it also sets the environment variable `NPROC` unless it is set, because XLA would run out of
+            threads.) On PyTorch, it must equal the number of processes.
+        timeout: float > 0 in seconds, `datetime.timedelta`, or None. The time a PyTorch rank waits for the others
+            before it raises; None (default) is PyTorch's limit (30 minutes with "gloo", 10 with "nccl"). A dead rank is
+            detected at once. On JAX and TensorFlow, it takes effect when the processes connect: in the first scope,
+            unless the program has connected them before. It also limits the wait at the start; then, JAX and TensorFlow
+            end the process. With one process it has no effect.
+        prepare: bool. True (default) calls `keras_shardopt.prepare` on each model that is compiled or loaded inside
+            with a `CrossShard`. False leaves models unprepared.
+        auto_shard: bool. True (default) divides each batch among processes. False: each process passes its own part to
+            `fit`, `evaluate` and `predict`, and `batch_size` counts its own rows.
 
     Raises:
-        ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
-            `timeout` is out of range, or cannot be set any more; on JAX, if a `ModelParallel` is active.
-        TypeError: if `num_replicas` is not an int, or `timeout` not a duration.
-        RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come; if the environment
-            names a job of several processes that this one does not join, as with another `KERAS_BACKEND`. Later, from
-            what needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.
+        ValueError: if `num_replicas` is less than 1, larger than the number of devices, or not the number of processes;
+            if `timeout` is out of range or too late to set; on JAX, if a `ModelParallel` is active.
+        TypeError: if `num_replicas` is not an int, or `timeout` is not a duration.
+        RuntimeError: if TensorFlow already runs with fewer CPU devices; if a rank does not join; if the environment
+            describes a job of several processes that this process does not join, for example with another
+            `KERAS_BACKEND`. Later, on every other rank, if a rank has died or stalled. The error gives its number.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -107,7 +105,7 @@ class data_parallel:
 
     def __enter__(self) -> data_parallel:
         if self._world is not None:
-            raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
+            raise RuntimeError("This `data_parallel()` scope has been entered before. Create a new scope.")
         install("optimizers")
         if _lingering is not None:
             _lingering.close()
@@ -127,7 +125,7 @@ class data_parallel:
     ) -> None:
         try:
             self._watching.__exit__(kind, error, traceback)
-        except BaseException:  # of a model that has waited for its optimizers
+        except BaseException:  # from a model whose optimizers were unknown
             self._open.close()
             raise
         if kind is None and self._entered().persists and len(self._made_inside):
@@ -138,10 +136,10 @@ class data_parallel:
             self._open.close()
 
     def close(self) -> None:
-        """Restores what the scope changed.
+        """Restores all changes of the scope.
 
-        On JAX and PyTorch, training a model that was made inside is an error afterwards: its replicas would each
-        repeat the same work, or drift apart.
+        On JAX and PyTorch, a model from inside cannot train afterwards, because its replicas would repeat the same
+        work or diverge. It raises an error.
         """
         global _lingering
         if _lingering is self:
@@ -161,55 +159,57 @@ class data_parallel:
 
     def _entered(self) -> World:
         if self._world is None:
-            raise RuntimeError("The replicas are known inside the scope only. Enter it: `with data_parallel() as r:`")
+            raise RuntimeError(
+                "The scope has no replicas before it is entered. Use `with data_parallel() as replicas:`."
+            )
         return self._world
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas train together."""
+        """The number of replicas that train together."""
         return self._entered().num_replicas
 
     @property
     def replica_id(self) -> int:
-        """The first (on PyTorch the only) replica that this process runs."""
+        """The index of the first replica of this process (its only replica on PyTorch)."""
         return self._entered().replica_id
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that should print and write files."""
+        """Whether this process should print and write files."""
         return self._entered().is_chief
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are. Each loads data: all of it, or a part where you divide it yourself."""
+        """The number of processes."""
         return self._entered().num_processes
 
     @property
     def process_id(self) -> int:
-        """Which of `num_processes` this is, from 0."""
+        """The index of this process, from 0."""
         return self._entered().process_id
 
     def largest_difference(self, model: Any) -> float:
-        """The largest absolute difference between any two replicas' copies of the model's trainable weights.
+        """Returns the largest absolute difference between two replicas' copies of the model's trainable weights.
 
-        It should be exactly 0. Weights that are not trained do not count: the moving statistics of a
-        `BatchNormalization` are each rank's own on PyTorch, within an epoch. Buffers of `torch.nn` modules do count
-        for a prepared model, except within an epoch. All processes must call it together.
+        It should be exactly 0. Non-trainable weights do not count, because moving statistics of a `BatchNormalization`
+        are per-rank on PyTorch within an epoch. Buffers of `torch.nn` modules of a prepared model count, except within
+        an epoch. All processes must call it together.
         """
         return largest_difference([*model.trainable_weights, *equal_buffers(model)])
 
 
 def largest_difference(variables: Sequence[Variable]) -> float:
-    """As `data_parallel.largest_difference`, of any variables."""
+    """Return the same as `data_parallel.largest_difference`, for any variables."""
     if placement.state_sharding == "slices":
         replicas = runtime.communicator("")
         if replicas.num_replicas == 1 or not variables:
             return 0.0
-        processes.gather_objects(len(variables))  # ranks that do something else learn of it
+        processes.gather_objects(len(variables))  # reports ranks that make another call
         values = [ops.cast(ops.stop_gradient(ops.convert_to_tensor(v)), "float64") for v in variables]
         flat = ops.concatenate([ops.reshape(value, (-1,)) for value in values])
         largest, smallest = replicas.all_reduce([flat, -flat], "max")
-        # A mask of infinities minus itself is no number.
+        # Equal infinities, as in a mask: their difference would be NaN.
         differences = ops.where(ops.equal(largest, -smallest), 0.0, largest + smallest)
         return float(ops.convert_to_numpy(ops.max(differences)))
     largest = 0.0
@@ -237,14 +237,14 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
             f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
         )
     else:
-        # PyTorch counts milliseconds, in 64 bits.
+        # PyTorch counts milliseconds in 64 bits.
         duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
     if duration is None and timeout is None:
         return None
     if duration is None or not _in_range(duration.total_seconds()):
         raise ValueError(
             "`timeout` must be at least a millisecond and at most a year, in seconds. "
-            f"Received: timeout={timeout!r}. Leave it out for the backend's own."
+            f"Received: timeout={timeout!r}. Leave it out to use the default of the backend."
         )
     return duration
 

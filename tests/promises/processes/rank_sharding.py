@@ -682,9 +682,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
     refused(lambda: compiled(scope).predict(X + odd * (np.arange(61) > 40)[:, None], 15), ValueError, "in batch 2 (the")
     several = compiled(scope, with_dicts, loss="mae")
     ragged = ({"a": X[:4, :2], "b": X[: 4 - short, 2:]} for short in (1, 0))
-    refused(
-        lambda: several.predict(((x,) for x in ragged), verbose=0), ValueError, "must have the same number of rows"
-    )
+    refused(lambda: several.predict(((x,) for x in ragged), verbose=0), ValueError, "must have the same number of rows")
 
 
 @check
