@@ -40,8 +40,8 @@ class data_parallel:
     nothing. It uses an open TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
     until it ends; any other distribution is an error.
 
-    The scope prepares each model that is compiled or loaded inside with a `CrossShard`, so `fit` equals
-    training on one process with the whole batch; see `keras_shardopt.prepare`. With a plain optimizer, PyTorch ranks would train
+    The scope prepares each model that is compiled or loaded inside with a `CrossShard`, so `fit` equals training on one
+    process with the whole batch; see `keras_shardopt.prepare`. With a plain optimizer, PyTorch ranks would train
     separately: `compile` warns, and `fit` and `train_on_batch` raise.
 
     Call `model.fit` inside the block or after it. `fit` also prepares a model that was built inside and compiled

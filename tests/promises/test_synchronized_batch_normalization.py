@@ -138,7 +138,7 @@ def test_a_shard_map_of_ones_own_is_warned_of():
 
     divided = jax.sharding.PartitionSpec("batch")
     run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=divided, out_specs=divided))
-    with pytest.warns(UserWarning, match="Only in the steps of a prepared model does a synchronized"):
+    with pytest.warns(UserWarning, match="exchanges statistics only in the steps of a prepared model"):
         run(np.ones((4, 2), "float32"))
 
 

@@ -421,7 +421,7 @@ def test_each_device_has_its_rows_of_an_uneven_batch():
         x, y = np.ones((29, 32), "float32"), np.ones((29, 8), "float32")
         model.fit(x, y, batch_size=16, epochs=3, verbose=0)
         assert taken == [16, 13]  # one trace for all batches, one for the last of each epoch
-        batch = batches._filled_up((x[:13], y[:13]), keras.distribution.distribution())
+        batch = batches._divided_on_devices((x[:13], y[:13]), keras.distribution.distribution())
         assert all(each.data.shape[0] == 4 for leaf in jax.tree.leaves(batch) for each in leaf.addressable_shards)
         state = [[v.value for v in variables] for variables in (model.trainable_variables, [], model.metrics_variables)]
         program = jax.jit(model.test_step).lower(state, batch).compile().as_text()
@@ -581,7 +581,7 @@ def test_a_sparse_batch_is_refused_where_replicas_need_their_rows(num_rows, name
     x, _, y = sparse_and_dense(num_rows)
     with ks.data_parallel(2) as replicas:
         model = model_of_sparse_rows(**{name: value})
-    words = rf"^On JAX each replica's own gradients need dense .* {num_rows} rows.* `x.toarray\(\)`.*`{name}`"
+    words = rf"^On JAX, per-replica gradients need dense .* {num_rows} rows.* `x.toarray\(\)`.*`{name}`"
     with pytest.raises(ValueError, match=words):
         model.fit(x, y, batch_size=num_rows, verbose=0)
     replicas.close()

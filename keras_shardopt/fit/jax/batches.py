@@ -1,14 +1,14 @@
-"""The batches of a model on JAX: rows that the devices cannot divide, and those of several processes.
+"""Batches on JAX: batches that do not divide evenly among devices, and batches of several processes.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
-    `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
+    `keras.src.backend.jax.trainer.JAXEpochIterator` - the iterator of `fit` and `evaluate`.
     `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset`, `_num_batches` - its batches, the
-        beginning and the end of an epoch, and how many batches there are.
-    `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - where
-        batches come from, and how many there are.
-    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
-        execution takes one after the other.
+        beginning and the end of an epoch, and the number of batches.
+    `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - the
+        source of batches, and their number.
+    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the batches of one
+        execution of several steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.wrapping.chain import shared_variables
 
-_TAKES_UNEVEN = "_keras_shardopt_takes_uneven"
+_ALLOWS_UNEVEN = "_keras_shardopt_allows_uneven"
 SPLITS_OWN_PART = "_keras_shardopt_splits_own_part"
 _NEXT_BATCH = "takes the next batch of a prepared model"
 
@@ -51,42 +51,42 @@ _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
 
 
-def take_uneven() -> None:
-    """From now on batches need not divide under the active distribution."""
+def allow_uneven() -> None:
+    """Allow uneven batches under the active distribution from now on."""
     distribution = keras.distribution.distribution()
     if distribution is not None:
-        vars(distribution)[_TAKES_UNEVEN] = True
+        vars(distribution)[_ALLOWS_UNEVEN] = True
 
 
 def _check_divides(num_rows: int) -> None:
-    """Raises ValueError where `data_parallel` has divided the rows of batches, and these rows do not divide."""
+    """Raise ValueError if rows do not divide evenly, for an unprepared model under `data_parallel`."""
     distribution = keras.distribution.distribution()
-    if distribution is None or MADE_HERE not in vars(distribution) or takes_uneven(distribution):
+    if distribution is None or MADE_HERE not in vars(distribution) or allows_uneven(distribution):
         return
     num_replicas = batch_size_of(distribution) // jax.process_count()
     if num_rows % num_replicas:
         raise ValueError(
-            "The number of rows of every batch must divide by the number of replicas. "
+            "The number of replicas must divide the number of rows of every batch. "
             f"Received: a batch of {num_rows} rows, for {num_replicas} replicas. Call `keras_shardopt.prepare(model)` "
-            "after `compile`, and any number of rows will do; or leave the last rows out."
+            "after `compile` to allow any number of rows, or leave the last rows out."
         )
 
 
-def takes_uneven(distribution: Any) -> bool:
-    """Whether batches need not divide under this distribution, which has several replicas."""
-    return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
+def allows_uneven(distribution: Any) -> bool:
+    """Whether this distribution has several replicas and allows uneven batches."""
+    return distribution is not None and _ALLOWS_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
 
 
 def is_together() -> bool:
-    """Whether several processes go through the batches of a prepared model together."""
-    return jax.process_count() > 1 and takes_uneven(keras.distribution.distribution())
+    """Whether several processes iterate over the batches of a prepared model together."""
+    return jax.process_count() > 1 and allows_uneven(keras.distribution.distribution())
 
 
 @jax.tree_util.register_pytree_node_class
-class FilledUp:
-    """A batch in which the first row is repeated at the end, so that the devices can divide it.
+class PaddedBatch:
+    """A batch padded with copies of its first row to divide evenly among the devices.
 
-    How many rows count is no value but part of the structure, so that a step which is traced with a batch knows it.
+    The number of valid rows is static: it is part of the pytree structure, so a traced step can use it.
     """
 
     def __init__(self, data: Any, num_rows: int) -> None:
@@ -94,7 +94,7 @@ class FilledUp:
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """The rows that count. Within one program each device still has its own: XLA fills up by itself, and masks."""
+        """Return the valid rows. In an SPMD program, XLA pads them again, and masks the padding."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
@@ -102,50 +102,50 @@ class FilledUp:
         return (self._data,), self._num_rows
 
     @classmethod
-    def tree_unflatten(cls, num_rows: int, data: tuple[Any]) -> FilledUp:
+    def tree_unflatten(cls, num_rows: int, data: tuple[Any]) -> PaddedBatch:
         """See `jax.tree_util.register_pytree_node_class`."""
         return cls(*data, num_rows)
 
 
-def is_filled_up(data: Any) -> bool:
-    """Whether a batch, or a part of it, is."""
-    return any(isinstance(leaf, FilledUp) for leaf in jax.tree.leaves(data, is_leaf=_is_filled_up))
+def is_padded(data: Any) -> bool:
+    """Whether a batch or a part of it is padded."""
+    return any(isinstance(leaf, PaddedBatch) for leaf in jax.tree.leaves(data, is_leaf=_is_padded_batch))
 
 
-def rows_that_count(data: Any) -> Any:
-    """A batch as a step has it, without what fills it up."""
-    return jax.tree.map(lambda leaf: leaf.rows() if _is_filled_up(leaf) else leaf, data, is_leaf=_is_filled_up)
+def valid_rows(data: Any) -> Any:
+    """Return a batch without padding, as a step uses it."""
+    return jax.tree.map(lambda leaf: leaf.rows() if _is_padded_batch(leaf) else leaf, data, is_leaf=_is_padded_batch)
 
 
-def _is_filled_up(leaf: Any) -> bool:
-    return isinstance(leaf, FilledUp)
+def _is_padded_batch(leaf: Any) -> bool:
+    return isinstance(leaf, PaddedBatch)
 
 
-_fills_up: contextvars.ContextVar[bool] = contextvars.ContextVar("fills_up", default=False)
+_pads: contextvars.ContextVar[bool] = contextvars.ContextVar("pads_batches", default=False)
 
 
 @contextlib.contextmanager
-def filling_up() -> Iterator[None]:
-    """Within it batches that Keras puts on the devices itself are filled up."""
-    token = _fills_up.set(True)
+def padding_batches() -> Iterator[None]:
+    """Pad batches that Keras puts on the devices inside this block."""
+    token = _pads.set(True)
     try:
         yield
     finally:
-        _fills_up.reset(token)
+        _pads.reset(token)
 
 
 def on_devices(data: Any) -> Any:
-    """A batch with which each device gets its rows, if devices divide batches here; on one process."""
-    divides = jax.process_count() == 1 and takes_uneven(keras.distribution.distribution())
-    return _distribute_data(data, fills_up=True) if divides else data
+    """Put a batch on the devices, one part of the rows on each, if a single process divides batches."""
+    divides = jax.process_count() == 1 and allows_uneven(keras.distribution.distribution())
+    return _distribute_data(data, pads=True) if divides else data
 
 
-def _distribute_data(data: Any, *args: Any, fills_up: bool | None = None, **kwargs: Any) -> Any:
-    """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
-    fills_up = _fills_up.get() if fills_up is None else fills_up
+def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: Any) -> Any:
+    """Replaces Keras's function. `data` is None if this process has no batch left."""
+    pads = _pads.get() if pads is None else pads
     distribution = keras.distribution.distribution()
-    if not takes_uneven(distribution):
-        # Of several batches that Keras 3.16 has stacked the first dimension counts the batches.
+    if not allows_uneven(distribution):
+        # In a stack of batches (Keras 3.16), the first dimension counts the batches.
         if not (kwargs.get("is_super_batch") or any(args[1:])):
             _check_divides(num_rows(data))
         return _distribute_in_keras(data, *args, **kwargs)
@@ -159,20 +159,20 @@ def _distribute_data(data: Any, *args: Any, fills_up: bool | None = None, **kwar
         return _sparse_on_all_devices(data, distribution)
     if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
         data = data if len(everywhere) == 1 else _joined(data, rows)
-        return (_filled_up if fills_up else _on_all_devices)(data, distribution)
-    # Without the entries that are None (no sample weights), on which Keras fails here.
+        return (_divided_on_devices if pads else _on_all_devices)(data, distribution)
+    # Without None entries (no sample weights), because Keras fails on them here.
     structure = jax.tree.structure(data)
     leaves = [_distribute_in_keras(leaf) for leaf in jax.tree.leaves(data)]
     return jax.tree.unflatten(structure, leaves)
 
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
-    """Every device gets all rows, and repeats the work of the others: for steps that know of nothing else."""
+    """Put all rows on every device. Devices then repeat the same work, for steps that cannot divide the batch."""
     return _laid_out(data, distribution, PartitionSpec())
 
 
 def is_sparse(data: Any) -> bool:
-    """Whether a batch has sparse arrays, which cannot be divided into rows."""
+    """Whether a batch has sparse arrays, because their rows cannot be divided."""
     return any(isinstance(leaf, JAXSparse) for leaf in keras.tree.flatten(data))
 
 
@@ -188,8 +188,8 @@ def _sparse_on_all_devices(data: Any, distribution: Any) -> Any:
 DENSE_ADVICE = "Make the batches dense (`tf.sparse.to_dense(x)`, `x.toarray()` or `x.todense()`)"
 
 
-def _filled_up(data: Any, distribution: Any) -> Any:
-    """Each device gets its rows of a batch that is filled up, where it does not divide."""
+def _divided_on_devices(data: Any, distribution: Any) -> Any:
+    """Put its rows on each device, and pad the batch if it does not divide evenly."""
     if is_sparse(data):
         return _sparse_on_all_devices(data, distribution)
     rows = num_rows(data)
@@ -201,23 +201,23 @@ def _filled_up(data: Any, distribution: Any) -> Any:
     if not all(len(leaf.shape) > 0 and leaf.shape[0] == rows for leaf in leaves):
         return _on_all_devices(data, distribution)
 
-    return FilledUp(_laid_out(padded(data, num_missing, np), distribution, divided), rows)
+    return PaddedBatch(_laid_out(padded(data, num_missing, np), distribution, divided), rows)
 
 
 def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
-    """The batch with its first row repeated at the end: a row of zeros may be outside of what the model can take.
+    """Return the batch with its first row repeated at the end. A row of zeros could be invalid input for the model.
 
     Args:
         data: the batch.
-        num_missing: how many rows are added.
-        numpy: what concatenates: `jax.numpy` within a step, NumPy before one.
+        num_missing: the number of rows to add.
+        numpy: `jax.numpy` within a step, NumPy before a step.
 
     Raises:
         ValueError: if the batch is sparse.
     """
     if is_sparse(data):
         raise ValueError(
-            "On JAX each replica's own gradients need dense batches, whose rows can be divided. "
+            "On JAX, per-replica gradients need dense batches, because sparse rows cannot be divided. "
             f"Received: a sparse batch of {num_rows(data)} rows. {DENSE_ADVICE}, or leave out `extensions`, "
             "`replica_clipnorm`, `replica_transform`, compression and accumulation."
         )
@@ -232,7 +232,7 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
-    """Each device gets its rows of what every process has."""
+    """Put data that every process has on the devices, in this layout."""
     sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
@@ -243,44 +243,44 @@ def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
 
 
 def _joined(data: Any, num_rows: int) -> Any:
-    """The rows of all processes, in the order of their ids. One may have no batch, and not know what one looks like."""
+    """Return the rows of all processes, in the order of their ids. Some may have no batch."""
     parts = gather_objects(jax.tree.map(np.asarray, data) if num_rows else None)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
 
 
 class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Ends on all processes together: one without a batch left goes on with the rows of the others."""
+    """Ends on all processes together: a process without a batch continues with no rows."""
 
     def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
-        self._model = model = caller_instance()  # Keras does not say for which one this is
+        self._model = model = caller_instance()  # Keras does not pass the model
         data = (x, kwargs.get("y"), kwargs.get("sample_weight"))
         self._is_together = is_together()
-        self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
+        self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
         self._is_whole = self._is_together and _takes_whole(model, *data)
         self._is_compared = False
-        self._fills_up = False
+        self._pads = False
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
-            super().__init__(x, *args, **kwargs)  # Keras looks at the first batches of a generator
-        # Keras may build a model from the first batch, and then there is a `reset`. In `predict`, which gives no `y`,
-        # there are both only where the model is not built.
-        self._fills_up = "y" not in kwargs and self._can_fill_up and all(layer.built for layer in layers_of(model))
+            super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator
+        # Keras may build a model from the first batch, and then calls `reset`. In `predict` (no `y`), both happen only
+        # for an unbuilt model.
+        self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
+        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # draws when a batch is read
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
         self._check_sizes()
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
-        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
-        check_kinds([is_whole for is_whole, _ in told])
-        if told[0][1] and len(set(told)) == 1:
+        """Raise if only some processes have the whole data. Warn if all have equal parts, unless `is_meant`."""
+        facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
+        check_kinds([is_whole for is_whole, _ in facts])
+        if facts[0][1] and len(set(facts)) == 1:
             warn_of_same_parts()
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
@@ -288,7 +288,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def __iter__(self) -> Any:
         if self._is_together and self._trains and is_prepared(self._model):
-            _start_equal(self._model)  # callbacks have changed rates or weights, perhaps in some processes only
+            _start_equal(self._model)  # callbacks may have changed rates or weights in some processes
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -298,27 +298,27 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Finds batches that will not divide, where their sizes are known, before Keras takes the weights away."""
+        """Check batch sizes that are known, before Keras moves the weights out of the model."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
-        if sizes and self._can_fill_up and (self._is_whole or not self._is_together):
+        if sizes and self._can_pad and (self._is_whole or not self._is_together):
             layers = stateful_layers(self._model)
             for size in sizes:
-                fit_states(layers, [size])  # one program, of which all rows are one batch
+                fit_states(layers, [size])  # one program has all rows
 
     @property
-    def _can_fill_up(self) -> bool:
+    def _can_pad(self) -> bool:
         # Keras may stack several batches (3.16 and later).
         is_single = self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList")
         return is_single and self._model is not None and is_prepared(self._model)
 
     def reset(self) -> None:
-        """Starts anew, with batches drawn alike in all processes."""
+        """Start a new epoch, with batches drawn in the same order in all processes."""
         with contextlib.nullcontext() if self._has_arrays else self._drawing():
             super().reset()
         self._agree_on_length()
-        self._fills_up = self._can_fill_up
+        self._pads = self._can_pad
 
     def _agree_on_length(self) -> None:
         if self._is_together and not self._is_whole:
@@ -326,32 +326,32 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._num_batches = None if None in lengths else max(lengths)
 
     def _get_iterator(self) -> Iterator[Any]:
-        if not takes_uneven(keras.distribution.distribution()):
+        if not allows_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
         batches = self.parts() if self._is_whole else self.batches()
-        if self._is_whole and not self._is_compared:  # now, as in a moment Keras takes the weights out of the model
+        if self._is_whole and not self._is_compared:  # before Keras moves the weights out of the model
             first = next(batches, None)
             batches = itertools.chain([] if first is None else [first], batches)
-        # From 3.16 on Keras takes what comes for as many batches as `steps_per_execution` says, unless it is in a list.
+        # Keras 3.16 treats an item as `steps_per_execution` batches, unless it is a list.
         if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
             return batches
         lists = iter(lambda: list(itertools.islice(batches, self.steps_per_execution)), [])
         return map(data_adapter_utils.PartialBatchList, lists)
 
     def _place(self, data: Any, distribution: Any) -> Any:
-        """Of a batch that all processes have, each device gets its rows."""
-        if self._fills_up or num_rows(data) % batch_size_of(distribution) == 0:
-            return _filled_up(data, distribution)
+        """Put a batch that all processes have on the devices."""
+        if self._pads or num_rows(data) % batch_size_of(distribution) == 0:
+            return _divided_on_devices(data, distribution)
         return _on_all_devices(data, distribution)
 
     def batches(self) -> Iterator[Any]:
-        """Those of all processes together."""
+        """Yield batches of the rows of all processes."""
         batches = iter(self.data_adapter.get_jax_iterator())
-        while (batch := _distribute_data(next(batches, None), fills_up=self._fills_up)) is not None:
+        while (batch := _distribute_data(next(batches, None), pads=self._pads)) is not None:
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """The batches that all processes have."""
+        """Yield batches that all processes have whole."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():
@@ -364,8 +364,8 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
                 lengths, first_batches = zip(*facts)
                 check_alike(lengths, first_batches)
             mine = (0, 0) if batch is None else (num_rows(batch), fingerprint(batch))
-            told = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
-            if len(set(told)) > 1:
+            prints = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            if len(set(prints)) > 1:
                 check_batches(gather_objects(mine, "compares a batch"), step)
             if not mine[0]:
                 return
@@ -373,18 +373,18 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
 
 def _takes_whole(model: Any, *data: Any) -> bool:
-    """Whether all processes are given the same data, of which each works on a part of every batch."""
+    """Whether all processes receive the same data, and each uses a part of every batch."""
     if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
         return False
     return not vars(model).get(SPLITS_OWN_PART, False) and not is_split(*data)
 
 
 def _start_equal(model: Any) -> None:
-    """Lets all processes begin an epoch with the same values, which are process 0's where they differ."""
+    """Start an epoch with equal values on all processes: if values differ, those of process 0."""
     variables, state = list(model.variables), state_of(model)
-    # One that has not built its model yet differs in more than values, which the optimizer reports.
-    numbers = tell("compares the values of a prepared model", len(variables) + len(state))
-    if len(set(numbers)) > 1 or not variables:
+    # If counts differ, a process has not built its model. The optimizer reports this.
+    counts = tell("compares the values of a prepared model", len(variables) + len(state))
+    if len(set(counts)) > 1 or not variables:
         return
     prints = placement.fingerprints([*variables, *state])
     differs = (prints != prints[0]).any(axis=0)
@@ -394,6 +394,6 @@ def _start_equal(model: Any) -> None:
 
 
 def state_of(model: Any) -> list[Any]:
-    """The state of the model's optimizers that all replicas have alike."""
+    """Return the state of the model's optimizers that is equal on all replicas."""
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     return [variable for optimizer in optimizers for variable in shared_variables(optimizer)]

@@ -1,9 +1,9 @@
-"""Convolutions in a loop, which XLA's compiler for CPUs leaves as they are.
+"""Convolutions in a loop, in a layout that XLA's CPU compiler has kernels for.
 
-It has kernels for one layout: rows, space, channels, and of the kernel space, channels in, channels out. Others it
-brings into that layout, but in a program's entry alone (its pass `ConvCanonicalization`); in the body of a loop it
-computes them element by element, which takes several times as long. Gradients of convolutions are such others. So here
-they are written in that layout before XLA sees them. It still turns around some whose kernel is larger than the image.
+XLA has CPU kernels for one layout: (rows, space, channels), and (space, channels in, channels out) for the kernel. It
+converts other layouts, such as those of gradients, only at the entry of a program (pass `ConvCanonicalization`). In the
+body of a loop, it computes them element by element, several times slower. So this file rewrites them for XLA. XLA
+still transposes some convolutions with kernels larger than the image.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jax.extend.core.primitives import conv_general_dilated_p
 
 
 def in_layout_of_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with all convolutions in the layout for which there are kernels, those of gradients too.
+    """Return the function with all convolutions, also those of gradients, in the layout of XLA's CPU kernels.
 
-    On CPUs alone: elsewhere XLA looks for kernels by itself, in loops too.
+    On other devices XLA finds kernels in loops, so the function stays unchanged.
     """
     if jax.default_backend() != "cpu":
         return function
@@ -42,7 +42,7 @@ def _equation(equation: core.JaxprEqn) -> core.JaxprEqn:
         convolve = jax.jit(lambda lhs, rhs: _convolution(lhs, rhs, equation.params))
         (call,) = jax.make_jaxpr(convolve)(*shapes).jaxpr.eqns
         return equation.replace(primitive=call.primitive, params=call.params)
-    # Of loops, branches and calls what they consist of.
+    # Rewrite the bodies of loops, branches and calls.
     params = {name: jax.tree.map(_within, value) for name, value in equation.params.items()}
     return equation.replace(params=params)
 
@@ -52,15 +52,15 @@ def _within(value: Any) -> Any:
 
 
 def _convolution(lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
-    had, space = params["dimension_numbers"], range(1, lhs.ndim - 1)
-    outer = (0, lhs.ndim - 1, *space)  # where rows and channels are, and then space
+    before, space = params["dimension_numbers"], range(1, lhs.ndim - 1)
+    outer = (0, lhs.ndim - 1, *space)  # dimensions of rows, channels, and space
     now = jax.lax.ConvDimensionNumbers(outer, (lhs.ndim - 1, lhs.ndim - 2, *range(lhs.ndim - 2)), outer)
-    lhs, rhs = _moved(lhs, had.lhs_spec, now.lhs_spec), _moved(rhs, had.rhs_spec, now.rhs_spec)
+    lhs, rhs = _moved(lhs, before.lhs_spec, now.lhs_spec), _moved(rhs, before.rhs_spec, now.rhs_spec)
     found = conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": now})
-    return _moved(found, now.out_spec, had.out_spec)
+    return _moved(found, now.out_spec, before.out_spec)
 
 
 def _moved(array: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
-    """The array with its dimension `before[i]` at `after[i]`."""
+    """Return the array with its dimension `before[i]` at `after[i]`."""
     come_from = dict(zip(after, before))
     return jax.lax.transpose(array, [come_from[i] for i in range(array.ndim)])

@@ -36,14 +36,14 @@ from keras_shardopt.fit.calls import call_silently, refuse_groups
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
-    filling_up,
-    is_filled_up,
+    allow_uneven,
+    allows_uneven,
+    is_padded,
     is_together,
     on_devices,
-    rows_that_count,
+    padding_batches,
     state_of,
-    take_uneven,
-    takes_uneven,
+    valid_rows,
 )
 from keras_shardopt.fit.jax.step import step_of
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
@@ -53,7 +53,7 @@ from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 def prepare(model: Any) -> None:
     """Support uneven batches, and replace the model's step if its optimizer needs per-replica gradients."""
     install("batches")
-    take_uneven()
+    allow_uneven()
     step = step_of(model)
     reducer, *_ = step.reducers
     # The reducer must be outermost: an outer wrapper would read one replica's gradients in each micro-batch.
@@ -104,11 +104,11 @@ class PreparedOnJax(PreparedModel):
             return _call(self, super().predict, *args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with filling_up(), _forgetting_failure(self), naming_lost_processes():
+        with padding_batches(), _forgetting_failure(self), naming_lost_processes():
             return super().train_on_batch(*args, **kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with filling_up(), _forgetting_failure(self), naming_lost_processes():
+        with padding_batches(), _forgetting_failure(self), naming_lost_processes():
             return super().test_on_batch(*args, **kwargs)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -119,14 +119,14 @@ class PreparedOnJax(PreparedModel):
     def train_step(self, state: Any, data: Any) -> Any:
         step = step_of(self)
         refuse_groups(step.reducers)  # another `compile` may have set them
-        return step.train(super().train_step, state, rows_that_count(data))
+        return step.train(super().train_step, state, valid_rows(data))
 
     def test_step(self, state: Any, data: Any) -> Any:
-        return step_of(self).test(super().test_step, state, rows_that_count(data))
+        return step_of(self).test(super().test_step, state, valid_rows(data))
 
     def predict_step(self, state: Any, data: Any) -> Any:
-        outputs, others = super().predict_step(state, rows_that_count(data))
-        if is_together() or is_filled_up(data):
+        outputs, others = super().predict_step(state, valid_rows(data))
+        if is_together() or is_padded(data):
             everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
             outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
         return outputs, others
@@ -165,7 +165,7 @@ class PreparedOnJax(PreparedModel):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build from a batch of all processes, because this process may have none."""
-        if isinstance(iterator, EpochIterator) and takes_uneven(keras.distribution.distribution()):
+        if isinstance(iterator, EpochIterator) and allows_uneven(keras.distribution.distribution()):
             if not any(self._get_unbuilt_components()):
                 return
             data_batch = next(iterator.parts() if iterator._is_whole else iterator.batches(), None)
@@ -177,7 +177,7 @@ class PreparedOnJax(PreparedModel):
 
 def _without_padding(batch: Any) -> Any:
     """Return the shapes of the rows without padding."""
-    return jax.eval_shape(rows_that_count, batch) if is_filled_up(batch) else batch
+    return jax.eval_shape(valid_rows, batch) if is_padded(batch) else batch
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def _put_back(model: Any) -> None:
 
 
 def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    take_uneven()  # the distribution may have been set after `prepare`
+    allow_uneven()  # the distribution may have been set after `prepare`
     try:
         with naming_lost_processes():
             return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)

@@ -1,14 +1,14 @@
-"""`fit` of a prepared model under a `MultiWorkerMirroredStrategy`, for which Keras' trainer was not made.
+"""`fit` of a prepared model under a `MultiWorkerMirroredStrategy`, which Keras's trainer does not support.
 
-Keras takes the logs of replicas apart with calls that this strategy does not know, and lets it divide the data. Here
-each worker goes through its batches in Python, as processes do on the other backends: the same batches on all workers,
-of which each takes its rows, or batches of its own. Before each batch the workers compare what they have, so that
-those who do something else, or have other data, all raise.
+Keras splits the logs of replicas with calls that this strategy lacks, and lets the strategy divide the data. Here, each
+worker iterates over batches in Python, as processes do on other backends: over the same batches on all workers to use
+its rows, or over batches of its part of the data. Workers compare every batch, so all raise if one worker makes another
+call or has other data.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether logs are taken apart like that.
-    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - what `fit` iterates over: its `_get_iterator`,
-        `_num_batches`, `_distributed_dataset` and `data_adapter`.
+    `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether to split logs in that way.
+    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`: its `_get_iterator`, `_num_batches`,
+        `_distributed_dataset` and `data_adapter`.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from keras_shardopt.wrapping.chain import shared_variables
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a prepared model that runs, such as `fit`."""
+    """A running call of a prepared model, such as `fit`."""
 
     model: Any
     name: str
     gathers: bool
-    """Whether it is a `predict` that returns the rows of all workers."""
+    """Whether the call is a `predict` that returns the rows of all workers."""
 
     splits_own_part: bool
-    """Whether it is a `fit` that splits validation data off this worker's own part."""
+    """Whether the call is a `fit` that splits validation data from this worker's part of the data."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether each worker makes it by itself."""
+        """Whether each worker makes the call independently."""
         return self.name.startswith("predict") and not self.gathers
 
 
@@ -84,7 +84,7 @@ def are_several(model: Any) -> bool:
 
 
 def is_running() -> bool:
-    """Whether a call of a prepared model of several workers runs."""
+    """Whether a call of a prepared model runs on several workers."""
     return _running.get() is not None
 
 
@@ -92,20 +92,20 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _takes_apart(strategy: tf.distribute.Strategy) -> bool:
-    """Stands in for Keras' function of that name. What the steps here return is equal on all replicas, or gathered."""
+    """Replaces Keras's function. The logs of steps here are equal on all replicas, or gathered."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
 @contextlib.contextmanager
 def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
-    """Run a call of `model` on all workers. Yield how to call Keras' method: the first worker prints alone."""
+    """Run a call of `model` on all workers. Yield a function that calls Keras's method; only worker 0 prints."""
     if not are_several(model):
         yield lambda real, *args, **kwargs: real(*args, **kwargs)
         return
     gathers = name == "predict" and _gathers(model, *args, **kwargs)
     if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
         object.__setattr__(model, _GATHERS, gathers)
-        model.predict_function = None  # it was traced for the other way
+        model.predict_function = None  # it was traced for the other value
     call = _Call(model, name, gathers, name == "fit" and splits_own_part(args, kwargs))
     token = _running.set(call)
     try:
@@ -127,16 +127,16 @@ def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-class _Keeping:
-    """What Keras takes for a strategy that divides a dataset. It is left whole."""
+class _NoSharding:
+    """A strategy for Keras's iterator that does not divide the dataset."""
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the dataset."""
+        """Return the dataset."""
         return dataset
 
 
 class WorkersIterator(tensorflow_trainer.TFEpochIterator):
-    """Ends on all workers together: one without a batch left goes on with the rows of the others."""
+    """Ends on all workers together: a worker without a batch continues with no rows."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         assert call is not None
         self._call, self._strategy, data = call, distribute_strategy, (x, y, sample_weight)
         self._first, self._num_local = local_replicas(distribute_strategy)
-        self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
+        self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
         auto_shard = sharing_of(call.model).auto_shard
         is_part = call.splits_own_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
         self._is_whole = auto_shard and not call.is_alone and not is_part
@@ -161,9 +161,9 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             is_meant = self._is_whole or not self._trains or auto_shard
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         if self._is_whole and self._trains:
-            _seed_alike()
-        with self._drawing():  # Keras looks at the first batches of a generator
-            super().__init__(_Keeping(), x, y, sample_weight, **kwargs)
+            _share_seed()
+        with self._drawing():  # Keras reads the first batches of a generator
+            super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
         self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # by the user
@@ -173,10 +173,10 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Finds workers of which some have all data and others parts; and parts that are equal, unless meant."""
-        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
-        check_kinds([is_whole for is_whole, _ in told])
-        if told[0][1] and len(set(told)) == 1:
+        """Raise if only some workers have the whole data. Warn if all have equal parts, unless `is_meant`."""
+        facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
+        check_kinds([is_whole for is_whole, _ in facts])
+        if facts[0][1] and len(set(facts)) == 1:
             warn_of_same_parts()
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
@@ -184,7 +184,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
     def __iter__(self) -> Any:
         if self._trains:
-            _start_equal(self._call.model)  # callbacks have changed rates or weights, perhaps on some workers only
+            _start_equal(self._call.model)  # callbacks may have changed rates or weights on some workers
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -194,7 +194,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             return super().__next__()
 
     def reset(self) -> None:
-        """Ends an epoch."""
+        """End an epoch."""
         with self._drawing():
             super().reset()
         self._agree_on_length()
@@ -207,15 +207,15 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
     def _get_iterator(self) -> Any:
         if self._is_divided:
             return self._distributed_dataset
-        # TensorFlow draws when an iterator is made, and Keras makes one more than it needs.
+        # TensorFlow draws when an iterator is created, and Keras creates one more than it uses.
         drawn = isinstance(self.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
         batches = iter(self._distributed_dataset) if drawn else self.data_adapter.get_numpy_iterator()
         if self._call.is_alone:
             return map(self._divided, batches)
-        return self._whole_batches(batches) if self._is_whole else self._parts_of_all(batches)
+        return self._whole_batches(batches) if self._is_whole else self._separate_batches(batches)
 
-    def _parts_of_all(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Each worker has its own batches, and goes on until all have none."""
+    def _separate_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches of this worker's part of the data until all workers have none left."""
         while True:
             batch = next(batches, None)
             if not any(tell(_NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):
@@ -223,7 +223,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             yield self._divided(batch)
 
     def _whole_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """All workers have the same batches, and each takes its rows."""
+        """Yield this worker's rows of batches that all workers have."""
         num_replicas = self._strategy.num_replicas_in_sync
         for step in itertools.count():
             with self._drawing():
@@ -234,8 +234,8 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
                 lengths, first_batches = zip(*gather_objects(mine, "compares its first batch"))
                 check_alike(lengths, first_batches)
             mine = (0, 0) if batch is None else (int(num_rows(batch)), fingerprint(batch))
-            told = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
-            if len(set(told)) > 1:
+            prints = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            if len(set(prints)) > 1:
                 check_batches(gather_objects(mine, "compares a batch"), step)
             if not mine[0]:
                 return
@@ -243,7 +243,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             yield self._packed(batch, rows[: self._first], rows[self._first : self._first + self._num_local])
 
     def _divided(self, batch: Any) -> Any:
-        """A batch of this worker alone, or None."""
+        """Divide a batch of this worker (or None) among its replicas."""
         rows = 0 if batch is None else int(num_rows(batch))
         return self._packed(batch, [], rows_of_parts(rows, self._num_local))
 
@@ -255,7 +255,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
-    """Batches for a step; those of `train_on_batch`, which are not packed yet, are this worker's own."""
+    """Yield packed batches for a step. Unpacked batches, from `train_on_batch`, are this worker's part."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
         if not (is_divided or is_packed(batch)):
@@ -270,7 +270,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
-    """A batch as tensors; where a worker has never had one, a batch of no rows."""
+    """Return a batch as tensors; a batch without rows if this worker has never had a batch."""
     if batch is None:
         return tf.nest.map_structure(_no_rows, spec)
     flat = tf.nest.flatten(spec)
@@ -291,15 +291,15 @@ def _no_rows(spec: Any) -> Any:
     return tf.zeros([0, *[size or 1 for size in spec.shape[1:]]], spec.dtype)
 
 
-def _seed_alike() -> None:
-    """Lets TensorFlow, which shuffles arrays by its global seed, have the same one on all workers: worker 0's."""
+def _share_seed() -> None:
+    """Set TensorFlow's global seed, used to shuffle arrays, to worker 0's on all workers."""
     seeds: list[int | None] = []
 
     @tf.function
-    def look() -> None:
+    def read() -> None:
         seeds.append(tf.compat.v1.get_default_graph().seed)
 
-    look.get_concrete_function()
+    read.get_concrete_function()
     everyones = gather_objects(seeds[0], "compares random seeds")
     if everyones[0] is None or len(set(everyones)) > 1:
         drawn = gather_objects(int.from_bytes(os.urandom(3), "big"), "compares random seeds")
@@ -310,18 +310,18 @@ def _seed_alike() -> None:
 
 
 def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
-    """The metrics of all replicas, equal on all workers, or their callbacks would make different decisions.
+    """Return the metrics of all replicas, equal on all workers to keep callbacks consistent.
 
-    What is no metric is the mean of the replicas' logs.
+    Other logs become the mean over replicas.
     """
     is_built = all(getattr(metric, "built", True) for metric in model.metrics)
     if is_built and isinstance(logs, dict) and logs.keys() == model.get_metrics_result().keys():
         values: list[tuple[Any, Any]] = []
         for op in ("sum", "mean"):
-            apart = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
-            # What is read on a worker's only device is said to be on none, and so cannot be reduced.
-            own = [tf.identity(tf.convert_to_tensor(v.value)) for v in apart]
-            values += zip(apart, replicas.all_reduce(own, op))
+            separate = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
+            # A value read on a worker's only device has no device, and cannot be reduced without `identity`.
+            values_here = [tf.identity(tf.convert_to_tensor(v.value)) for v in separate]
+            values += zip(separate, replicas.all_reduce(values_here, op))
         with keras.StatelessScope(values):
             return model.get_metrics_result()
     flat = [tf.convert_to_tensor(log) for log in keras.tree.flatten(logs)]
@@ -329,7 +329,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
 
 
 def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
-    """Return what each replica of `predict` returns for the outputs of a batch: the rows of all workers, or its own."""
+    """Return a replica's result of `predict` for the outputs of a batch: the rows of all workers, or of this worker."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()
@@ -339,7 +339,7 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
         outputs = keras.tree.pack_sequence_as(outputs, flat)
     elif is_packed(data):
         return outputs
-    # Keras puts those of the replicas of this process one behind the other, and each has all of them.
+    # Keras concatenates the results of this process's replicas, and each result has all rows.
     is_first = tf.equal(context.replica_id_in_sync_group, local_replicas(strategy)[0])
     return keras.tree.map_structure(lambda rows: rows[: tf.where(is_first, tf.shape(rows)[0], 0)], outputs)
 
@@ -348,12 +348,12 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
 
 
 def _start_equal(model: Any) -> None:
-    """Lets all workers begin an epoch with the same values, which are worker 0's where they differ."""
+    """Start an epoch with equal values on all workers: if values differ, those of worker 0."""
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
     variables = [v for v in [*model.variables, *state] if not reading_is_collective([v])]
-    numbers = tell("compares the values of a prepared model", len(variables))
-    if len(set(numbers)) > 1 or not variables:
+    counts = tell("compares the values of a prepared model", len(variables))
+    if len(set(counts)) > 1 or not variables:
         return
     prints = placement.fingerprints(variables)
     differing = [v for v, each in zip(variables, (prints != prints[0]).any(axis=0)) if each]

@@ -470,7 +470,7 @@ def what_trains_apart_is_warned_of_once(scope):
     model = problem.model()
     words = warned(lambda: model.compile("sgd", "mse"))
     assert len(words) == scope.is_chief  # once in a job
-    apart = "compiled with SGD on 3 processes, whose ranks would train apart. Use `keras_shardopt.CrossShard(SGD"
+    apart = "compiled with SGD on 3 processes: ranks would train separately. Use `keras_shardopt.CrossShard(SGD"
     assert all(apart in text for text in words)
     refused(lambda: model.fit(X, Y, verbose=0), ValueError, apart)
     refused(lambda: model.train_on_batch(X, Y), ValueError, apart)
@@ -541,7 +541,7 @@ def compiled_after_the_block(scope):
     alone = lambda: plain.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
     words = warned(alone)
     assert len(words) == scope.is_chief
-    assert all(f"SGD on {scope.num_processes} processes, whose ranks would train apart" in text for text in words)
+    assert all(f"SGD on {scope.num_processes} processes: ranks would train separately" in text for text in words)
     assert warned(alone) == []
     other = problem.model()
     other.compile(ks.CrossShard("sgd"), "mse")
@@ -664,7 +664,7 @@ def main():
     scope.close()
     # The process group closes with a block that has no `CrossShard`, too; each rank would then train alone.
     made_inside.compile("sgd", "mse")
-    refused(lambda: made_inside.fit(X, Y, verbose=0), ValueError, "SGD on 3 processes, whose ranks would train apart")
+    refused(lambda: made_inside.fit(X, Y, verbose=0), ValueError, "SGD on 3 processes: ranks would train separately")
     if scope.is_chief:
         pathlib.Path(file).write_text(json.dumps(names))
     del kept
