@@ -100,7 +100,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference | None:
-    """Returns the first update, and its first variable, in which two runs differ.
+    """Returns the first update, and its first variable, that differ between two runs.
 
     Args:
         a: the file that `Fingerprints` wrote in one run.

@@ -11,7 +11,7 @@ from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 
 
 class StopOnNonFinite(keras.callbacks.Callback):
-    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity.
+    """Ends training right after `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity in a batch.
 
     Use it on JAX, and on TensorFlow with `jit_compile=True`, because their compiled steps cannot raise. They skip the
     update, but without this callback the error comes when `fit` ends (JAX) or never (TensorFlow). Otherwise the

@@ -1,12 +1,12 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
 Every process has all callbacks. They receive the logs of all replicas, so they make the same decision. Without changes,
-each process would write the same file. So callbacks that only write run on the first process only. If a callback saves
+each process would write the same file, so callbacks that only write run on the first process only. If a callback saves
 the model, all processes take part, because state may be sharded among them, and the first process writes.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
-    `BackupAndRestore._weights_path` - the file that is written there.
+    `BackupAndRestore._weights_path` - the file of that callback.
     `OrbaxCheckpoint._save_checkpoint` - reads the state of the model, and writes it.
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
 """
@@ -48,7 +48,7 @@ _WRITERS = (
 """Callbacks that only write, print or send."""
 
 _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-"""Keras' callback that writes with Orbax; `()` in older versions without it."""
+"""Keras's callback that writes with Orbax; `()` in older versions without it."""
 
 _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
 """Callbacks that read no logs of batches, or (the progress bar) only those of some batches."""
@@ -59,7 +59,7 @@ _CALLBACKS = "_keras_shardopt_callbacks"
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
     """Return a `save_model` or `save_weights` that calls the method of a prepared model.
 
-    Modules that have imported Keras' function by name get the new one, too.
+    Modules that have imported Keras's function by name get the new one.
     """
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
@@ -75,7 +75,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        # Not those that the methods of models call.
+        # The methods of models call the functions of `keras.src`, so leave those unchanged.
         if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
@@ -83,7 +83,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
 
 def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return the first method that Keras calls of each list of callbacks, changed for prepared models."""
+    """Return the `set_model` of callback lists, changed to adapt the callbacks of prepared models."""
 
     @functools.wraps(in_keras)
     def set_model(callback_list: Any, model: Any) -> None:
@@ -114,7 +114,7 @@ def running_callbacks(model: Any) -> list[Any]:
 
 
 BAR_SECONDS = 0.05
-"""The interval of refreshes of Keras' progress bar, in seconds."""
+"""The interval of refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
 """Without readers of batch logs, the time in seconds for which their absence is assumed to last."""
@@ -134,7 +134,7 @@ class BatchLogs:
         self._shown: dict[bool, dict[str, Any]] = {}
         self._shown_at = 0.0
 
-    def are_wanted(self, trains: bool) -> bool:
+    def are_read(self, trains: bool) -> bool:
         """Whether the logs of the next training (or test) batch are read."""
         if self._always(trains):
             return True
@@ -150,7 +150,7 @@ class BatchLogs:
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS
 
     def _always(self, trains: bool) -> bool:
-        return any(_looks_at_batches(callback, *_HOOKS[trains]) for callback in running_callbacks(self._model))
+        return any(_reads_batch_logs(callback, *_HOOKS[trains]) for callback in running_callbacks(self._model))
 
     def _has_bar(self) -> bool:
         bars = [each for each in running_callbacks(self._model) if isinstance(each, keras.callbacks.ProgbarLogger)]
@@ -173,7 +173,7 @@ _HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_e
 """The methods of callbacks that receive the logs of a batch; keys: whether in training."""
 
 
-def _looks_at_batches(callback: Any, *hooks: str) -> bool:
+def _reads_batch_logs(callback: Any, *hooks: str) -> bool:
     """Whether a callback reads the logs of each batch, in methods with these names."""
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, _ORBAX)):
         return bool(callback.save_freq != "epoch")
@@ -230,9 +230,9 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
         epochs = processes.gather_objects(self.model._initial_epoch)
         if any(epoch != epochs[0] for epoch in epochs):
             raise ValueError(
-                "All processes must find the same backup. Received: training that goes on, by process, with the epochs "
-                f"{epochs}. Use a `backup_dir` that all of them see, or `keras_shardopt.callbacks.BackupAndRestore`, "
-                "which reads and writes on the first process only."
+                "All processes must find the same backup. Received, by process: training that continues at epochs "
+                f"{epochs}. Use a `backup_dir` that all processes can read, or `keras_shardopt.callbacks."
+                "BackupAndRestore`, which reads and writes on the first process only."
             )
 
     def _save_model(self) -> None:
@@ -253,7 +253,7 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
 
 
 class _WritesTogether(Callback):
-    """Writes with Orbax on the first process. The others wait."""
+    """Writes with Orbax on the first process while the other processes wait."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_whole(self)
@@ -281,7 +281,8 @@ _TOGETHER = {
     keras.callbacks.BackupAndRestore: _BacksUpTogether,
     _ORBAX: _WritesTogether,
 }
-"""By Keras' class of callbacks, the class that several processes mix in."""
+"""By Keras's class of callbacks, the class that several processes mix in."""
+"""By Keras callback class: the class that is mixed in on several processes."""
 
 
 def _check_whole(callback: Any) -> None:

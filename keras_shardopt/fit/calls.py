@@ -42,16 +42,16 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
     for cross_shard in reducers:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
-                "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
-                f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
+                "All replicas must train `model` together, but with `group_assignment` the groups train separately. "
+                f"Received: {cross_shard!r}. Train the model without `prepare`, on equal parts of each batch."
             )
 
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
-    """Warn, in one line, of variables that differed between processes when an epoch began."""
+    """Warn once of all variables that differed between processes when an epoch began."""
     warn(
-        "All processes must begin an epoch equal, so all go on with the values of the first one. "
-        f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
+        "All processes must begin an epoch with equal values, so they take the values of the first process. "
+        f"Received: other values of {check.listed(names, ', ')} on some. Change variables equally on every process.",
     )
 
 

@@ -42,7 +42,7 @@ def set_sharing(model: Any, auto_shard: bool | None, gather: bool | None) -> Non
 
 
 def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `fit` with these arguments splits validation data from this process's own part of the data."""
+    """Whether a call of `fit` with these arguments splits validation data from this process's part of the data."""
     names = list(inspect.signature(keras.Model.fit).parameters)[1:]
     given = {**dict(zip(names, args)), **kwargs}
     if not given.get("validation_split") or given.get("validation_data") is not None:
@@ -51,26 +51,26 @@ def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def check_kinds(are_whole: Sequence[bool]) -> None:
-    """Raise ValueError if some processes have the whole data and others a part of it."""
+    """Raise ValueError if only some processes have the whole data."""
     if len(set(are_whole)) > 1:
-        kinds = {True: "the whole data", False: "a part of its own"}
+        kinds = {True: "the whole data", False: "a separate part"}
         given = ", ".join(f"process {i}: {kinds[is_whole]}" for i, is_whole in enumerate(are_whole))
         raise ValueError(
-            "All processes must be given the whole data, or all a part of it. "
-            f"Received: {given}. Use `keras_shardopt.shard_data` on all of them, or on none."
+            "Either all processes must pass the whole data, or each must pass a separate part. "
+            f"Received: {given}. Use `keras_shardopt.shard_data` on all processes, or on none."
         )
 
 
 def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
-    """Raise ValueError if processes differ in numbers of batches, or in checksums of their first batches."""
+    """Raise ValueError if processes have different numbers of batches, or different first batches (by checksum)."""
     facts = list(zip(lengths, first_batches))
     others = [i for i, fact in enumerate(facts) if fact != facts[0]]
     if others:
         what = "numbers of batches" if any(lengths[i] != lengths[0] for i in others) else "first batches"
         raise ValueError(
-            "All processes must be given the same data, of which each takes its part of every batch. Received: other "
+            "All processes must pass the same data, because each uses its part of every batch. Received: other "
             f"{what} than process 0 on {check.listed([f'process {i}' for i in others], ', ')}. Load the same data on "
-            "every process, and seed what shuffles or changes it. If each process is to load its own rows: "
+            "every process, and seed all shuffling and augmentation. To load separate rows on each process, use "
             "`keras_shardopt.shard_data(...)`, or `keras_shardopt.data_parallel(auto_shard=False)`."
         )
 
@@ -90,16 +90,16 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | No
         what = what or f"other values than process 0 on {check.listed(others, ', ')}"
         where = f"batch {step}" if first is None or first >= step else f"one of the batches {first} to {step}"
         raise ValueError(
-            "All processes must be given the same batches, of which each takes its part. "
-            f"Received: {what}, in {where} (the first is 0). Load the same data on every process, and seed what "
-            "shuffles or changes it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
+            "All processes must pass the same batches, because each uses its part of them. "
+            f"Received: {what}, in {where} (the first is 0). Load the same data on every process, and seed all "
+            "shuffling and augmentation; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
         )
 
 
 def warn_of_same_parts() -> None:
     """Warn that processes train on the same rows."""
     warn(
-        "Each process must be given its own rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
-        "first batch on all of them, which then repeat each other's work. Leave out `auto_shard=False`, give the "
-        "sampler this process's rank, or use `keras_shardopt.shard_data`.",
+        "Each process must pass different rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
+        "first batch on all processes, so they repeat the same work. Leave out `auto_shard=False`, pass this process's "
+        "rank to the sampler, or use `keras_shardopt.shard_data`.",
     )

@@ -5,10 +5,10 @@ On all backends, `batch_shape` may have the rows of a whole batch; replicas then
 variables or copies of them (as under a `MirroredStrategy`), it may also have the rows of one replica.
 
 Private names of Keras touched here (a test holds each of them):
-    `RNN._create_state_variables`, `_expected_batch_size` - makes the states; how many rows a call must have.
+    `RNN._create_state_variables`, `_expected_batch_size` - creates the states; the required number of rows of a call.
     `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
         `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
-    `Variable._value`, `_shape` - what reading a variable finds, outside of a stateless scope or without a value in it.
+    `Variable._value`, `_shape` - the value and shape of a variable that no stateless scope replaces.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
         rows: the description of the rows required in `batch_shape`.
     """
     return (
-        "A stateful layer has one state for each row of a batch, so all batches must have equally many rows, and all "
-        f"replicas equally many of them. Received: {received}, with {rows_of_states(layer)} states in layer "
+        "A stateful layer has one state per row of a batch, so all batches must have the same number of rows, and so "
+        f"must all replicas. Received: {received}, with {rows_of_states(layer)} states in layer "
         f"{layer.name!r}. Give `keras.Input(batch_shape=...)` the rows {rows}, use a `batch_size` that divides by the "
         "number of replicas, and leave out the rows of a smaller last batch."
     )
@@ -110,7 +110,7 @@ def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: in
     if others:
         names = [layer.name for layer in layers_of(model) if any(id(state) in others for state in states_of(layer))]
         raise ValueError(
-            "Where the optimizer needs each replica's gradients, JAX can divide the states of Keras' RNNs only. "
+            "If the optimizer needs per-replica gradients, JAX can divide the states of Keras RNNs only. "
             f"Received: `states` in layer {', '.join(map(repr, names))}. Leave out `replica_clipnorm`, "
             "`replica_transform`, `extensions` and `gradient_accumulation_steps`."
         )

@@ -275,7 +275,7 @@ def test_what_cannot_be_prepared_says_so():
 
 def test_groups_that_train_apart_cannot_be_prepared():
     model = uneven.compiled(around={"group_assignment": [[0, 1], [2, 3]]})
-    with pytest.raises(ValueError, match="groups train apart"):
+    with pytest.raises(ValueError, match="groups train separately"):
         ks.prepare(model)
 
 
@@ -318,7 +318,7 @@ def test_groups_of_a_later_compile_are_refused():
         model.compile(ks.CrossShard("sgd"), "mse")
         ks.prepare(model)
         model.compile(ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]), "mse")
-        with pytest.raises(ValueError, match="groups train apart"):
+        with pytest.raises(ValueError, match="groups train separately"):
             model.fit(*problem.data(1), batch_size=problem.BATCH_SIZE, verbose=0)
     replicas.close()
 

@@ -102,7 +102,7 @@ def test_each_rank_predicts_by_itself(results):
 
 def test_compiled_anew_without_cross_shard_is_refused(results):
     assert "must be trained with a `CrossShard`" in str(results["without"])
-    assert "groups train apart" in str(results["apart"])
+    assert "groups train separately" in str(results["apart"])
 
 
 def test_ranks_that_want_different_things_all_raise(results):

@@ -714,8 +714,8 @@ FAULTS = [
     ),
     fault(  # more batches than all ranks have promised go without a message
         "fit/torch/session.py",
-        "self._unsaid.are_said(min(flags",
-        "self._unsaid.are_said(max(flags",
+        "self._unreported.reported(min(flags",
+        "self._unreported.reported(max(flags",
         "promises/test_uneven_batches_ranks.py::test_data_of_their_own_that_end_at_different_times[plain]",
     ),
     fault(  # a rank without rows keeps back what a codec has left
@@ -1089,8 +1089,8 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        'for how in ("sum", "mean"):',
-        'for how in ("sum",):',
+        'for op in ("sum", "mean"):',
+        'for op in ("sum",):',
         "unit/fit/test_torch_logs.py::test_variables_of_metrics_are_summed_or_averaged_as_they_say",
     ),
     fault(
@@ -1280,8 +1280,8 @@ FAULTS = [
     ),
     fault(  # callbacks that are one of several
         "fit/callbacks.py",
-        "        return any(_looks_at_batches(callback",
-        "        return all(_looks_at_batches(callback",
+        "        return any(_reads_batch_logs(callback",
+        "        return all(_reads_batch_logs(callback",
         "unit/fit/test_batch_logs.py::test_logs_are_wanted_as_often_as_callbacks_read_them[one of two]",
     ),
     fault(

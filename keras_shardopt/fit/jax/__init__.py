@@ -1,4 +1,4 @@
-"""Keras' JAX trainer under a `keras.distribution`."""
+"""Keras's JAX trainer under a `keras.distribution`."""
 
 from keras_shardopt.fit.jax.trainer import prepare
 

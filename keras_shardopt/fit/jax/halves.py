@@ -1,8 +1,8 @@
-"""The two halves of Keras' training step: the forward and backward pass, and the metrics of its outputs.
+"""The two halves of Keras's training step: the forward and backward pass, and the metrics of its outputs.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
-    `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
+    `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask of a tensor.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) ->
     Passing a sharded variable would gather it on every device. `scale_loss`, the reason to pass state, reads neither
     kind. State of stages is always passed, because stages read it.
     """
-    apart = {id(v) for v in reducer.pipeline.replica_state}
+    per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}
     is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
-    return [None if id(v) in apart or divided else value for v, divided, value in zip(variables, is_divided, state)]
+    return [
+        None if id(v) in per_replica or divided else value for v, divided, value in zip(variables, is_divided, state)
+    ]
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:

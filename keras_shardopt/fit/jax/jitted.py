@@ -1,8 +1,7 @@
-"""Options for the compilation of steps in Keras' trainer.
+"""Options for the compilation of steps in Keras's trainer.
 
 Private names of Keras touched here (test_private_names.py holds them):
-    `keras.src.backend.jax.trainer.jit` - compiles the step that a model's `make_train_function` or
-        `make_test_function` makes.
+    `keras.src.backend.jax.trainer.jit` - compiles the step of a model's `make_train_function` or `make_test_function`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Computed(NamedTuple):
 
 
 class TrainStep:
-    """Keras' step, or a step with its first half run on each replica separately. Extensions override parts of it.
+    """Keras's step, or a step with its first half run on each replica separately. Extensions override parts of it.
 
     Args:
         model: the model.
@@ -60,7 +60,7 @@ class TrainStep:
     """Whether accumulation windows may hold the gradients of all replicas along a first dimension."""
 
     is_reduced = False
-    """Whether `computed` has already run the stages' `local` and the reduction, so only `commit` remains."""
+    """Whether stages that sum gradients accept the result of `computed` as reduced. If not, accumulation must stack."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
@@ -70,10 +70,10 @@ class TrainStep:
         """Called by `prepare(model)`."""
 
     def before_step(self) -> None:
-        """Called before steps, when Keras takes the values out of variables."""
+        """Called before steps, when Keras moves the values out of variables."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for Keras' compilation of steps."""
+        """Return a context for Keras's compilation of steps."""
         return contextlib.nullcontext()
 
     def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -81,7 +81,7 @@ class TrainStep:
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether the optimizer needs another step than Keras'."""
+        """Whether the optimizer needs a step other than Keras's."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return batch_size_of(distribution) > 1 and (stacks or needs_local)
 
@@ -94,16 +94,16 @@ class TrainStep:
             return real(state, data)
         if not has_built_in_step(model):
             raise ValueError(
-                "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. Received: "
+                "A custom `train_step` cannot be split to give the optimizer per-replica gradients. Received: "
                 f"{type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
                 "`optimizer.stateless_apply` inside a `jax.shard_map`."
             )
         if reducers[0].accumulation is not None and not stacks and not self.is_reduced:
             raise ValueError(
                 "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
-                "`CrossShard` that is outermost and there when `prepare` is called. "
+                "`CrossShard` as the outermost optimizer when `prepare` is called. "
                 f"Received: optimizer={model.optimizer!r}. "
-                "Leave out what is around it, or call `prepare(model)` after `compile`."
+                "Leave out the wrappers around `CrossShard`, or call `prepare(model)` after `compile`."
             )
         weights, _, optimizer_state, _ = state
         share_losses(model)

@@ -11,8 +11,9 @@ processes with different numbers of rows or batches would wait for each other fo
 
 Private names of Keras touched here (a test holds each of them):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
-        on) - builds the model from the first batch of this process; whether anything is to be built.
-    `Trainer._get_jax_state`, `_jax_state` - takes values out of the variables of a model, for steps; what to put back.
+        on) - builds the model from the first batch of this process; lists its unbuilt components.
+    `Trainer._get_jax_state`, `_jax_state` - moves values out of the variables of a model for steps; the values to
+        restore.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def prepare(model: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-# In Keras' order.
+# In Keras's order.
 _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
@@ -96,7 +97,7 @@ class PreparedOnJax(PreparedModel):
             return _call(self, super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return all rows on each process if all have the same data. Keras' method, otherwise used, raises there."""
+        """Return all rows on each process if all pass the same data. Otherwise use Keras's method, which may raise."""
         x = kwargs.get("x", args[0] if args else None)
         sharing = sharing_of(self)
         is_together = sharing.gather and sharing.auto_shard and not is_split(x)
@@ -112,7 +113,7 @@ class PreparedOnJax(PreparedModel):
             return super().test_on_batch(*args, **kwargs)
 
     def predict_on_batch(self, x: Any) -> Any:
-        is_built = all(layer.built for layer in layers_of(self))  # if False, Keras builds the model from these rows
+        is_built = all(layer.built for layer in layers_of(self))  # otherwise Keras builds the model from these rows
         with _forgetting_failure(self), naming_lost_processes():
             return super().predict_on_batch(on_devices(x) if is_built else x)
 
@@ -155,7 +156,7 @@ class PreparedOnJax(PreparedModel):
         super().reset_metrics()
 
     def _get_jax_state(self, purge_model_variables: bool = False, **which: bool) -> Any:
-        """Remember the values that Keras takes out of variables: a failed first step of an epoch must not lose them."""
+        """Keep the values that Keras moves out of variables: a failed first step of an epoch must not lose them."""
         if which.get("optimizer_variables"):
             step_of(self).before_step()
         taken = super()._get_jax_state(purge_model_variables=purge_model_variables, **which)
@@ -194,7 +195,7 @@ def _new_function(model: Any, name: str) -> Iterator[None]:
 
 
 def _put_back(model: Any) -> None:
-    """Restore the values that a call took out of variables, unless the failed step has donated their buffers."""
+    """Restore the values that a call moved out of variables, unless the failed step has donated their buffers."""
     if not any(value.is_deleted() for value in keras.tree.flatten(getattr(model, "_jax_state", None) or {})):
         model.jax_state_sync()
 
@@ -218,7 +219,7 @@ def _let_assign_alone(model: Any) -> None:
 
 @contextlib.contextmanager
 def _forgetting_failure(model: Any) -> Iterator[None]:
-    """Drop `_jax_state` if a call fails: this call leaves values in variables, and older ones must not replace them."""
+    """Drop `_jax_state` if a call fails. Variables keep their values here, so older values must not replace them."""
     try:
         yield
     except BaseException:

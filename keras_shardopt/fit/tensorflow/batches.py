@@ -1,9 +1,8 @@
-"""How a batch of one worker reaches its replicas: as a scalar that holds its tensors, whatever their shapes.
+"""The form of a worker's batch for its replicas: one scalar that contains its tensors, of any shape.
 
-Workers number their collectives in the order in which they trace functions, so all must trace the same ones at the same
-time. Their parts of a batch have different numbers of rows, for which TensorFlow would trace anew on some workers only.
-The scalar, an Optional, looks the same everywhere; the step takes the tensors out of it, with shapes that leave open
-what differs.
+Workers number their collectives in the order of tracing, so all must trace the same functions at the same time. Their
+parts of a batch have different numbers of rows, and TensorFlow would retrace a step on some workers only. The scalar,
+an Optional, has the same type everywhere. The step reads the tensors from it, with unknown sizes where workers differ.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches, by the text that is given to a step with each of them: another text, another trace.
+# The specs of batches, by the text that a step receives with a batch: a new text causes a new trace.
 _SPECS: dict[str, Any] = {}
 
 
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
-    """The specs of the tensors of a batch, or of an element of a dataset.
+    """Return the specs of the tensors of a batch.
 
     Args:
         batch: the batch, or the `element_spec` of a dataset.
-        num_parts: the specs are those of the first of so many parts. None: with any number of rows.
+        num_parts: return the spec of the first of `num_parts` parts. None: any number of rows.
     """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
 
 def _spec_of_leaf(leaf: Any, num_parts: int | None) -> Any:
     if not hasattr(leaf, "shape"):
-        return None  # None, as a dataset has it: a `NoneTensorSpec`, or the empty Optional that Keras puts there
+        return None  # None in a dataset: a `NoneTensorSpec`, or the empty Optional that Keras inserts
     spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
     shape = spec.shape
     if shape.rank:
@@ -44,18 +43,18 @@ def _spec_of_leaf(leaf: Any, num_parts: int | None) -> Any:
 
 
 def common_spec(specs: Sequence[Any]) -> Any:
-    """One spec for the batches of all processes.
+    """Return one spec for the batches of all processes.
 
     Raises:
-        ValueError: if these are made of different tensors.
+        ValueError: if their structures, dtypes or ranks differ.
     """
     try:
         return tf.nest.map_structure(_common, *specs)
     except (TypeError, ValueError):
         given = "; ".join(f"process {i}: {spec}" for i, spec in enumerate(specs) if spec != specs[0] or i == 0)
         raise ValueError(
-            f"The batches of all processes must be made of the same kinds of tensors. Received: {given}. "
-            "Give every process data of the same structure, dtypes and ranks."
+            f"The batches of all processes must contain the same kinds of tensors. Received: {given}. "
+            "Pass data of the same structure, dtypes and ranks on every process."
         ) from None
 
 
@@ -69,7 +68,7 @@ def _common(*specs: Any) -> Any:
 
 
 def rows_from(batch: Any, start: Any, stop: Any) -> Any:
-    """Some rows of a batch of tensors, from and to ints or scalar tensors."""
+    """Return a range of rows of a batch. `start` and `stop` are ints or scalar tensors."""
 
     def part(leaf: Any) -> Any:
         if leaf is None or not leaf.shape.rank:
@@ -80,7 +79,7 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
                 tf.concat([[tf.cast(n, "int64")], of], 0) for n, of in ((start, rest * 0), (stop - start, rest))
             )
             rows = tf.sparse.slice(leaf, begin, size)
-            rows.set_shape([None, *leaf.shape[1:]])  # in a graph it would not be known
+            rows.set_shape([None, *leaf.shape[1:]])  # a graph loses the static shape
             return rows
         return leaf[start:stop]
 
@@ -88,18 +87,18 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def tensors_of(batch: Any) -> list[Any]:
-    """The tensors of a batch, in their order."""
+    """Return the tensors of a batch, in order."""
     return [leaf for leaf in tf.nest.flatten(batch) if not isinstance(leaf, (type(None), tf.experimental.Optional))]
 
 
 def restored(spec: Any, tensors: Any) -> Any:
-    """The batch with these tensors, and None for each None of its spec."""
+    """Return a batch of this spec with these tensors, and None for each None in the spec."""
     left = iter(tensors)
     return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)
 
 
 def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset of tensors only: a strategy cannot divide None. Inside a step, `unpacked` puts each None back."""
+    """Return a dataset of tensors only, because a strategy cannot divide None. `unpacked` restores each None."""
     spec = spec_of(dataset.element_spec)
     if None not in tf.nest.flatten(spec):
         return dataset
@@ -109,7 +108,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """What a step is given of a batch, of which each replica of this process has one of `parts`."""
+    """Return the batch for a step, in which each replica of this process has one of `parts`."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)
@@ -121,12 +120,12 @@ def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) ->
 
 
 def is_packed(data: Any) -> bool:
-    """Whether this comes from `packed`."""
+    """Whether `packed` returned this value."""
     return isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], str) and data[1].startswith(_PREFIX)
 
 
 def unpacked(data: Any) -> Any:
-    """The rows of one replica, inside a step; what is not packed comes back as it is."""
+    """Return the rows of one replica, inside a step. Data that is not packed stays unchanged."""
     if isinstance(data, dict) and any(str(key).startswith(_PREFIX) for key in data):
         ((key, tensors),) = data.items()
         return restored(_SPECS[key], tensors)

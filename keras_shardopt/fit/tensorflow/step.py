@@ -1,4 +1,4 @@
-"""One step of a prepared model on TensorFlow, and how its batches reach the replicas."""
+"""One step of a prepared model on TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from keras_shardopt.wrapping.rollback import statistics_in
 
 
 class TrainStep:
-    """Keras' step on a replica's rows. Extensions override parts of it.
+    """Keras's step on a replica's rows. Extensions override parts of it.
 
     Args:
         model: the model.
@@ -85,20 +85,20 @@ class TrainStep:
         mine = tf.convert_to_tensor(num_rows(data))
         data = _with_checked_states(model, data, mine)
         (all_rows,) = replicas.all_reduce([mine], "sum")
-        # On a replica without rows, batch statistics (BatchNormalization) become NaN: restore the values before.
+        # On a replica without rows, batch statistics (BatchNormalization) become NaN, so restore the values before.
         shared = synchronized_statistics(model)
-        own = [v for v in statistics_in([model]) if id(v) not in shared]
-        before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in own]
+        statistics = [v for v in statistics_in([model]) if id(v) not in shared]
+        before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in statistics]
         with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
             logs = real(data)
-        after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(own, before)]
+        after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(statistics, before)]
         if trains and self.averages_statistics:
             # Keras keeps statistics per replica and reads the first replica's. In float64 the mean of equal values
             # (after a skipped update) is bitwise equal to them.
             sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
             sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
-            after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, after)]
-        for variable, value in zip(own, after):
+            after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, statistics)]
+        for variable, value in zip(statistics, after):
             variable.assign(value)
         return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
 
@@ -154,6 +154,6 @@ def calling(step: TrainStep) -> Iterator[None]:
 
 
 def step_of_call(model: Any) -> TrainStep:
-    """Return the step of the running call if it is for this model (a callback may run another), or Keras' step."""
+    """Return the step of the running call if it is for this model (a callback may run another), or Keras's step."""
     step = _of_call.get()
     return step if step is not None and step.model is model else TrainStep(model, [])

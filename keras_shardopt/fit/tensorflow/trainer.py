@@ -1,10 +1,10 @@
-"""The class that `prepare(model)` mixes in on TensorFlow: methods of Keras' trainer for uneven batches.
+"""The class that `prepare(model)` mixes in on TensorFlow: methods of Keras's trainer for uneven batches.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - what `fit` iterates over; its `distribute_strategy` divides
+    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`; its `distribute_strategy` divides
         the dataset of its `data_adapter`.
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
-    `Model._make_function` of the TensorFlow trainer - makes a function of an iterator from a step of one batch.
+    `Model._make_function` of the TensorFlow trainer - turns a step of one batch into a function of an iterator.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PreparedOnTensorFlow(PreparedModel):
         if self.steps_per_execution == 1 and not is_of_workers:
             return functools.partial(shows_all, function)
 
-        # Keras' loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
+        # Keras's loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
         # replicas. From a Python iterator, Keras takes batches one at a time.
         def several_steps(iterator: Iterator[Any]) -> Any:
             iterator = workers.packed_batches(self, iterator) if is_of_workers else iterator
@@ -168,9 +168,9 @@ def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
 def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], iterator: Any) -> Any:
     """Call `function(iterator)`. Replace its logs, the mean of per-replica metrics, by metrics over all rows."""
     logs = vars(model)[_LOGS]
-    is_wanted = logs.are_wanted(trains)
+    is_read = logs.are_read(trains)
     found = function(iterator)
-    if not is_wanted:
+    if not is_read:
         return logs.last(trains, found)
     metrics = model.get_metrics_result()  # outside of a step, metric variables cover all replicas
     if not isinstance(found, dict) or metrics.keys() != found.keys():
@@ -244,7 +244,7 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
 
     if strategy.num_replicas_in_sync == 1 or not unbuilt:
         return
-    for optimizer in unbuilt:  # on the instances, past Keras' attribute tracking
+    for optimizer in unbuilt:  # set on the instances, without Keras's attribute tracking
         vars(optimizer).update(
             apply=functools.partial(apply, optimizer), apply_gradients=functools.partial(apply_gradients, optimizer)
         )
@@ -261,7 +261,7 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
 
 
 def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, iterator: Any) -> Any:
-    """Call `function(iterator)`. Explain the errors of TensorFlow about replicas without rows."""
+    """Call `function(iterator)`. Explain TensorFlow's errors about replicas without rows."""
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
@@ -272,7 +272,7 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(
-            "A batch must have a row for each replica where TensorFlow cannot run a layer without any, as it cannot "
-            f"train convolutions and means over places. Received: a batch with fewer than {num_replicas} rows, perhaps "
-            "the last one. Use another `batch_size`, or leave the last rows out."
+            "A batch must have a row for each replica if TensorFlow cannot run a layer on zero rows, for example "
+            f"convolutions and spatial means. Received: a batch with fewer than {num_replicas} rows, perhaps the "
+            "last batch. Use another `batch_size`, or leave the last rows out."
         ) from error

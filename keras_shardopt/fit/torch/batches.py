@@ -1,15 +1,15 @@
-"""The batches of a rank: its parts of batches common to all ranks, or its own batches in step with the other ranks'.
+"""The batches of a rank: parts of batches common to all ranks, or separate batches in step with the other ranks.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
-        frame where `self` is the model.
-    `EpochIterator.__iter__`, `__next__`, `reset` - start an epoch; give the first and last step, and their batches;
-        start anew.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`; created in a frame in
+        which `self` is the model.
+    `EpochIterator.__iter__`, `__next__`, `reset` - start an epoch; return the first and last step, and their batches;
+        restart.
     `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen`, and the `ArrayDataAdapter` of
-        `keras.src.trainers.data_adapters.array_data_adapter` - where batches come from, how many they are, how many
-        have come; draws nothing but the order of rows, when an epoch begins and when it ends.
+        `keras.src.trainers.data_adapters.array_data_adapter` - the source of batches, their number, the number of past
+        batches; it draws only the order of rows, at the start and the end of an epoch.
     `EpochIterator._get_iterator` - the `DataLoader` of the next pass through the data.
-    `epoch_iterator` and `epoch` in the frame of `fit` - what it iterates over, and the number of the running epoch.
+    `epoch_iterator` and `epoch` in the frame of `fit` - its iterator, and the number of the running epoch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ KerasEpochIterator = torch_trainer.TorchEpochIterator
 
 
 class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Yields this rank's part of each batch common to all ranks, or its own batches in step with the other ranks'.
+    """Yields parts of batches common to all ranks, or this rank's separate batches in step with the other ranks.
 
-    A rank without own batches left repeats its last batch, and its rows are not counted.
+    A rank without separate batches left repeats its last batch, and its rows are not counted.
     """
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return super().__iter__()
 
     def _pull(self) -> Any:
-        """Return the next batch of this rank's data, as Keras' `__next__` does."""
+        """Return the next batch of this rank's data, from Keras's `__next__`."""
         is_first, self._has_begun = not self._has_begun, True
         self._is_first = is_first
         if not isinstance(self.data_adapter, ArrayDataAdapter):
@@ -117,7 +117,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         """Whether the number of rows of each batch of an epoch is known."""
         return isinstance(self.data_adapter, ArrayDataAdapter) and not self.steps_per_epoch
 
-    def _num_alike(self) -> int:
+    def _num_equal(self) -> int:
         """Return the number of following batches known to have the same number of rows as this one."""
         if not self._is_sized:
             return 0
@@ -151,11 +151,11 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._is_compared = True
             session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
-            data = session.next_part(batches[0], phase, self._step, self._num_alike())
+            data = session.next_part(batches[0], phase, self._step, self._num_equal())
             if self._divides_on_host:
-                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # to Keras' device; None stays None
+                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # to Keras's device; keeps None
         else:
-            data = session.next_batch(batches[0], phase, self._num_alike())
+            data = session.next_batch(batches[0], phase, self._num_equal())
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]

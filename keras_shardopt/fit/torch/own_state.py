@@ -1,7 +1,7 @@
 """The per-rank state of a prepared model.
 
 Moving statistics come from a rank's rows until the end of an epoch averages them. With local SGD, weights also differ
-between ranks until the end of a round. An error that ends `fit` leaves these differences.
+between ranks until they are averaged. An error that ends `fit` leaves these differences.
 """
 
 from __future__ import annotations

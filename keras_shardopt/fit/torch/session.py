@@ -1,12 +1,12 @@
 """The state that the ranks share about one prepared model, and the messages that they exchange.
 
-Every exchange starts with the same message. If ranks do different things (one stops, others continue), all raise. A
-message per batch would be the largest cost here, so a rank promises that its next batches have the same row count. The
-smallest number that any rank promised runs without messages, and the next message covers these batches.
+Every exchange starts with the same message. If ranks do different things (one stops, others continue), all raise. One
+message per batch would be the largest cost here. So each rank promises a number of next batches with the same row
+count. The smallest promise of all ranks is a number of batches without messages. The next message covers them.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._trainable_variables` - what the optimizer was built on.
-    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+    `Optimizer._trainable_variables` - the variables of the optimizer's `build`.
+    `keras.src.utils.python_utils.pythonify_logs` - converts logs to Python numbers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The kinds of steps before which ranks communicate. A value completes "rank 0 ..." in an error."""
+    """The kinds of steps before which ranks communicate. Errors put "rank 0 " before the value."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
-    TEST_BATCH = "evaluates a prepared model (call `evaluate` on all ranks: each gets the result of all)"
-    PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
+    TEST_BATCH = "evaluates a prepared model (call `evaluate` on all ranks: each gets the result over all ranks)"
+    PREDICT_BATCH = "predicts with a prepared model (with `prepare(model, gather=False)`, each rank predicts alone)"
     PREDICTED = "gathers predictions"
     END_OF_EPOCH = "ends an epoch of a prepared model"
     END_OF_FIT = "leaves `fit` of a prepared model"
@@ -86,9 +86,9 @@ class Session:
         self.call: Phase | None = None
         """The kind of the innermost running call (`fit`, `evaluate` or `predict`), or None."""
         self.splits_own_part = False
-        """Whether the running `fit` splits validation data from this rank's own part of the data."""
+        """Whether the running `fit` splits validation data from this rank's part of the data."""
         self._has_warned = False
-        self._told: Callable[[], list[list[int]]] | None = None
+        self._pending: Callable[[], list[list[int]]] | None = None
         """Waits for the pending message of each rank about the next batch; None if no message is pending."""
         self._is_part = False
         """Whether the next batch is this rank's part of a batch that all ranks have, so all row counts are known."""
@@ -97,7 +97,7 @@ class Session:
         self._waits: bool | None = None
         """Whether a step may begin before `confirm`; None until `_can_wait` computes it."""
         self._phase = Phase.TRAIN_BATCH
-        self._unsaid = _Unsaid()
+        self._unreported = _Unreported()
 
     @property
     def step(self) -> TrainStep:
@@ -130,7 +130,7 @@ class Session:
         refuse_groups(reducers)
         if not reducers:
             raise ValueError(
-                "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
+                "A prepared model must be trained with a `CrossShard` to average the gradients of the ranks. "
                 f"Received: optimizer={self.model.optimizer!r}. "
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
@@ -142,7 +142,7 @@ class Session:
             self.step.before_look()
 
     @torch.compiler.disable
-    def go_on(self) -> None:
+    def begin_step(self) -> None:
         """Prepare for a training step."""
         if self.ranks is not None:
             self.step.before_step(self._begins_epoch)
@@ -185,8 +185,8 @@ class Session:
         """Return the paths of variables that differ between ranks. If none do, this costs one small message."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
-        told = tell("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
-        if all(each == told[0] for each in told):
+        messages = tell("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
+        if all(each == messages[0] for each in messages):
             return []
         mine = (len(variables), shapes, fingerprints(values))
         everyones = gather_objects(mine, "compares the values of a prepared model")
@@ -196,7 +196,7 @@ class Session:
         differs = (prints != prints[0]).any(axis=0)
         is_other = differs[len(variables) :].any()
         names = [v.path for v, each in zip(variables, differs) if each]
-        return [*names, *(["state that is not trained (statistics, seeds)"] if is_other else [])]
+        return [*names, *(["non-trainable state (statistics, seeds)"] if is_other else [])]
 
     def check_unused(self) -> None:
         """Raise ValueError if a training step updated with an optimizer without a `CrossShard`. Runs once per epoch."""
@@ -204,8 +204,8 @@ class Session:
         for optimizer, updates in unused:
             if int(optimizer.iterations) != updates:
                 raise ValueError(
-                    "Every optimizer that a prepared model is trained with must be a `CrossShard`, which averages the "
-                    f"gradients of the ranks. Received: an update by {type(optimizer).__name__}. "
+                    "Every optimizer that trains a prepared model must be a `CrossShard` to average the gradients of "
+                    f"the ranks. Received: an update by {type(optimizer).__name__}. "
                     f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
                 )
 
@@ -224,19 +224,19 @@ class Session:
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
-        """Raise ValueError if whole data differs between ranks. Warn if the ranks' own parts start equal.
+        """Raise ValueError if whole data differs between ranks. Warn if separate parts start equal.
 
         Args:
-            is_whole: whether this rank has the data of all ranks (True) or its own part.
-            data: the first rows; None if not known yet (a later call then compares them).
-            num_batches: the number of batches of an epoch; None if not known.
+            is_whole: whether this rank has the data of all ranks, or a separate part.
+            data: the first rows; None if not available yet (a later call then compares them).
+            num_batches: the number of batches of an epoch; None if unknown.
             is_marked: whether the data is explicitly divided, so the warning is not needed.
         """
         assert self.call is not None
         length = 0 if num_batches is None else num_batches + 1
-        told = tell(f"begins: {self.call.value}", is_whole + 2 * length, 0 if data is None else checksum(data))
-        check_kinds([bool(number % 2) for number, _ in told])
-        lengths, first_batches = [number // 2 for number, _ in told], [found for _, found in told]
+        messages = tell(f"begins: {self.call.value}", is_whole + 2 * length, 0 if data is None else checksum(data))
+        check_kinds([bool(number % 2) for number, _ in messages])
+        lengths, first_batches = [number // 2 for number, _ in messages], [found for _, found in messages]
         if is_whole:
             check_alike(lengths, first_batches)
         elif not is_marked and self.call is Phase.TRAIN_BATCH and len(set(first_batches)) == 1 and first_batches[0]:
@@ -244,20 +244,20 @@ class Session:
                 warn_of_same_parts()
             self._has_warned = True
 
-    def next_part(self, data: Any, phase: Phase, step: int, num_alike: int) -> Any:
+    def next_part(self, data: Any, phase: Phase, step: int, num_equal: int) -> Any:
         """Return this rank's part of a batch that all ranks have; None if no batch is left.
 
         Args:
             data: the batch, or None.
             phase: the kind of step that uses it.
             step: the index of the batch in the epoch.
-            num_alike: the number of following batches known to have the same number of rows.
+            num_equal: the number of following batches that certainly have the same number of rows.
         """
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
         self._step = step
-        self._unsaid.add(num, fingerprint(data) if num else 0)
-        self._tell_rows(phase, num, True, num_alike)
+        self._unreported.add(num, fingerprint(data) if num else 0)
+        self._send_rows(phase, num, True, num_equal)
         if not num:
             owe_steps(-1)
             return None
@@ -270,32 +270,32 @@ class Session:
         """Return the number of rows of each rank in a batch of `num` rows."""
         return self.step.rows_of(num, ranks.num_replicas)
 
-    def next_batch(self, data: Any, phase: Phase, num_alike: int = 0) -> Any:
+    def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
         """Return `data`, or if it is None the last batch again (its rows are not counted); None if no rank has rows."""
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
-        self._unsaid.add(mine, 0)
-        self._tell_rows(phase, mine, False, num_alike)
+        self._unreported.add(mine, 0)
+        self._send_rows(phase, mine, False, num_equal)
         if not mine and not any(self._rows):
             owe_steps(-1)
             return None
         self.mine = mine
         return self._last_batch[phase]
 
-    def _tell_rows(self, phase: Phase, num: int, is_part: bool, num_alike: int) -> None:
+    def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
         """Send this rank's number of rows. Wait for the other ranks' numbers unless the step may begin before."""
         self._phase, self._is_part = phase, is_part
-        if self._unsaid.is_promised():
+        if self._unreported.is_promised():
             return
-        looks = ahead = 0
+        reads = promised = 0
         if phase is not Phase.PREDICT_BATCH:
             trains = phase is Phase.TRAIN_BATCH
-            looks = int(self.logs.are_wanted(trains))
-            ahead = self._unsaid.can_promise(num_alike, self.logs.seconds_unseen(trains)) if num else 0
+            reads = int(self.logs.are_read(trains))
+            promised = self._unreported.can_promise(num_equal, self.logs.seconds_unseen(trains)) if num else 0
         # Bit 0: logs are read; bit 1: has a batch to repeat; bits 2 to 6: promised batches; above: checksum.
-        flags = looks + 2 * (phase in self._last_batch) + 4 * ahead + 4 * _MOST_PROMISED * self._unsaid.mark
-        self._told = tell_soon(phase.value, num, flags)
+        flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
+        self._pending = tell_soon(phase.value, num, flags)
         owe_steps(1)
         if not num or not self._can_wait(phase):
             self.confirm()
@@ -316,22 +316,22 @@ class Session:
         Raises:
             ValueError: on every rank, if they are in different phases or a batch common to all differs.
         """
-        told, self._told = self._told, None
-        if told is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        numbers = told()
-        first = self._step + 1 - self._unsaid.num_batches
-        self._unsaid.are_said(min(flags // 4 % _MOST_PROMISED for _, flags in numbers))
-        self.shares_logs = any(flags % 2 for _, flags in numbers)
+        messages = pending()
+        first = self._step + 1 - self._unreported.num_batches
+        self._unreported.reported(min(flags // 4 % _MOST_PROMISED for _, flags in messages))
+        self.shares_logs = any(flags % 2 for _, flags in messages)
         if self._is_part:
-            marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in numbers]
+            marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in messages]
             check_batches(marks, self._step, first)
             return
-        self._rows = rows = [num for num, _ in numbers]
-        if any(rows) and not all(flags // 2 % 2 for _, flags in numbers):
+        self._rows = rows = [num for num, _ in messages]
+        if any(rows) and not all(flags // 2 % 2 for _, flags in messages):
             # A rank that never had a row needs a batch to run the model on.
-            given = self._given(self._last_batch.get(self._phase), rows)
-            self._last_batch.setdefault(self._phase, given)
+            batch = self._broadcast_batch(self._last_batch.get(self._phase), rows)
+            self._last_batch.setdefault(self._phase, batch)
 
     @torch.compiler.disable
     def rows(self) -> list[int]:
@@ -342,7 +342,7 @@ class Session:
 
     def all_rows(self) -> int | Callable[[], int]:
         """Return the total number of rows of that batch, or a function that waits for it."""
-        if self._told is None or self._is_part:
+        if self._pending is None or self._is_part:
             return sum(self._rows)
         return lambda: sum(self.rows())
 
@@ -358,15 +358,15 @@ class Session:
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
-        unsaid, self._unsaid = self._unsaid, _Unsaid()
+        unreported, self._unreported = self._unreported, _Unreported()
         self.mine = self._waits = None
         try:
             yield
         finally:
-            self._told = None
+            self._pending = None
             self.begin_call()
             self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
-            self._unsaid = unsaid
+            self._unreported = unreported
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
@@ -389,19 +389,19 @@ class Session:
         assert self.ranks is not None
         owe_steps(-1)  # every further exchange starts with a message
         mine = rows[self.ranks.replica_id]
-        given = max(mine, 1)  # a rank without rows has run one
+        num_run = max(mine, 1)  # a rank without rows has run one
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
         # An output may have several rows per row of the batch.
         factors = [
-            tensor.shape[0] // given if tensor.dim() and not tensor.shape[0] % given else 0 for tensor in tensors
+            tensor.shape[0] // num_run if tensor.dim() and not tensor.shape[0] % num_run else 0 for tensor in tensors
         ]
         kinds = [(tuple(t.shape[1:]), t.dtype, factor) for t, factor in zip(tensors, factors)]
-        told = self.exchange(Phase.PREDICTED, int(all(factors)), zlib.crc32(repr(kinds).encode()))
-        if any(each != [1, told[0][1]] for each in told):
+        messages = self.exchange(Phase.PREDICTED, int(all(factors)), zlib.crc32(repr(kinds).encode()))
+        if any(each != [1, messages[0][1]] for each in messages):
             raise ValueError(
-                "The outputs of `predict_step` must have as many rows as the batch, for ranks to gather them. "
-                f"Received: for {given} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
-                "Use `keras_shardopt.prepare(model, gather=False)`, and each rank predicts alone what it is given."
+                "The outputs of `predict_step` must have as many rows as the batch, so ranks can gather them. "
+                f"Received: for {num_run} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
+                "Use `keras_shardopt.prepare(model, gather=False)`; each rank then predicts its rows alone."
             )
         # Send bytes, each tensor padded to the rows of the largest part.
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
@@ -423,14 +423,14 @@ class Session:
         assert self.ranks is not None
         if not isinstance(logs, dict):
             return logs
-        numbers = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
+        floats = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
         # A rank without rows may have NaN.
-        values = [value * self.last_rows if self.last_rows else 0.0 for value in numbers.values()]
+        values = [value * self.last_rows if self.last_rows else 0.0 for value in floats.values()]
         mine = [float(self.last_rows), *values]
         device = self.model.trainable_variables[0].value.device
         (sums,) = self.ranks.all_reduce([torch.tensor(mine, dtype=torch.float64, device=device)], "sum")
         rows, *totals = sums.tolist()
-        return {**logs, **{name: total / rows for name, total in zip(numbers, totals)}} if rows else logs
+        return {**logs, **{name: total / rows for name, total in zip(floats, totals)}} if rows else logs
 
     def end_epoch(self) -> None:
         """End an epoch on all ranks: compare the batches since the last message.
@@ -438,34 +438,36 @@ class Session:
         Raises:
             ValueError: on every rank, if their numbers of batches, or batches common to all, differ.
         """
-        told = self.exchange(Phase.END_OF_EPOCH, self._unsaid.num_batches, self._unsaid.mark)
-        nums = [num for num, _ in told]
+        messages = self.exchange(Phase.END_OF_EPOCH, self._unreported.num_batches, self._unreported.mark)
+        nums = [num for num, _ in messages]
         if len(set(nums)) > 1:
             raise ValueError(
-                "All ranks must go through equally many batches of an epoch. "
-                f"Received: {nums} since they last compared them, by rank. Let what stops training or a test depend on "
-                "the logs, which are equal on all ranks."
+                "All ranks must process the same number of batches in an epoch. "
+                f"Received: {nums} since they last compared them, by rank. Decisions to stop training or evaluation "
+                "must depend on the logs, because these are equal on all ranks."
             )
-        check_batches([(num, mark) for num, mark in told], self._step, self._step + 1 - self._unsaid.num_batches)
-        self._unsaid.are_said(0)
+        check_batches(
+            [(num, mark) for num, mark in messages], self._step, self._step + 1 - self._unreported.num_batches
+        )
+        self._unreported.reported(0)
 
     def begin_epoch(self) -> None:
         """Cancel promised batches."""
-        self._unsaid.are_said(_NOTHING_YET)
+        self._unreported.reported(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
         """Return `data`, or the data of another rank if this rank has none (None)."""
         has_data = [has for has, _ in self.exchange(Phase.BUILD, data is not None)]
         if not any(has_data):
-            raise ValueError("`x` must have a batch on some rank. Received: none on any.")
-        return data if all(has_data) else self._given(data, has_data)
+            raise ValueError("`x` has no batch on any rank. Pass at least one batch on one rank.")
+        return data if all(has_data) else self._broadcast_batch(data, has_data)
 
     def forget_batches(self) -> None:
         """Forget the last batches: another call may have batches of another structure."""
         self._last_batch.clear()
-        self.mine = self._told = self._waits = None
+        self.mine = self._pending = self._waits = None
 
-    def _given(self, data: Any, owners: Sequence[int]) -> Any:
+    def _broadcast_batch(self, data: Any, owners: Sequence[int]) -> Any:
         """Broadcast `data` of the first rank with a nonzero entry in `owners`."""
         assert self.ranks is not None
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
@@ -478,7 +480,7 @@ _NOTHING_YET = -1
 """Sentinel for the start of an epoch: nothing promised yet, and the first batch promises none."""
 
 
-class _Unsaid:
+class _Unreported:
     """The batches since the last message, covered by the next message, and the number of batches still promised."""
 
     def __init__(self) -> None:
@@ -490,7 +492,7 @@ class _Unsaid:
         self._since = time.monotonic()
 
     def add(self, num_rows: int, print_: int) -> None:
-        """Add a batch with fingerprint `print_`; 0 for a rank's own batch: it may differ between ranks."""
+        """Add a batch with fingerprint `print_`; 0 for a separate batch, because it may differ between ranks."""
         self.num_batches += 1
         if print_:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
@@ -502,16 +504,16 @@ class _Unsaid:
         self._num_promised -= 1
         return True
 
-    def can_promise(self, num_alike: int, seconds: float) -> int:
-        """Return the number of batches to promise: 4 times the last one + 3, within `num_alike` and `seconds`."""
-        if num_alike <= 0 or not can_promise():
+    def can_promise(self, num_equal: int, seconds: float) -> int:
+        """Return the number of batches to promise: 4 times the last one + 3, within `num_equal` and `seconds`."""
+        if num_equal <= 0 or not can_promise():
             return 0
         now = time.monotonic()
         of_one, self._since = (now - self._since) / self.num_batches, now
-        wanted = min(num_alike, 4 * self._num_last + 3, int(seconds / max(of_one, 1e-6)), _MOST_PROMISED - 1)
+        wanted = min(num_equal, 4 * self._num_last + 3, int(seconds / max(of_one, 1e-6)), _MOST_PROMISED - 1)
         return max(wanted, 0)
 
-    def are_said(self, num_promised: int) -> None:
+    def reported(self, num_promised: int) -> None:
         """Clear the batches that a message has covered, and set the number of promised batches."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
@@ -542,9 +544,9 @@ def metrics_of_all(model: Any, ranks: TorchProcessGroup, result: Callable[[], An
     """Return `result()` computed from metric variables aggregated over ranks. Then restore this rank's values."""
     mine = [v.value for v in model.metrics_variables]
     before = [tensor.clone() for tensor in mine]
-    for how in ("sum", "mean"):
-        chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
-        for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
+    for op in ("sum", "mean"):
+        chosen = [v.value for v in model.metrics_variables if v.aggregation == op]
+        for tensor, value in zip(chosen, ranks.all_reduce(chosen, op)):
             tensor.copy_(value)
     found = result()
     for tensor, value in zip(mine, before):

@@ -20,7 +20,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 class TrainStep:
-    """Keras' step on this rank's part of the batch. Extensions override parts of it.
+    """Keras's step on this rank's part of the batch. Extensions override parts of it.
 
     Args:
         session: the `Session` of the model.
@@ -30,7 +30,7 @@ class TrainStep:
     """Whether the logs of each batch already cover all ranks."""
 
     runs_alone = False
-    """Whether the step also differs from Keras' step in a single process."""
+    """Whether the step differs from Keras's step even in a single process."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -62,7 +62,7 @@ class TrainStep:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])
 
-    # Not compiled, because it communicates; the functions it calls are.
+    # It communicates, so only the functions that it calls are compiled.
     @torch.compiler.disable(recursive=False)
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Return the logs of `real(data)` for this rank's part of the batch."""
@@ -120,7 +120,7 @@ class TrainStep:
 
 
 def _counted(model: Any) -> list[Any]:
-    """Return the variables that a step without rows must not change; not seeds, nor the trackers of mean losses."""
+    """Return the variables that a step without rows must not change: all but seeds and the trackers of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     metrics = [v for v in model.metrics_variables if id(v) not in shared]
     return metrics + statistics_of(model, apart_from=synchronized_statistics(model))

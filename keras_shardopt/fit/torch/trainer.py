@@ -1,18 +1,18 @@
-"""The class that `prepare(model)` mixes in on PyTorch: methods of Keras' trainer for several ranks.
+"""The class that `prepare(model)` mixes in on PyTorch: methods of Keras's trainer for several ranks.
 
-All ranks draw the same batches, and each uses its part of every batch. If a rank's data is already divided, it uses
-its own batches instead. Ranks exchange their row counts for each batch, because these weight uneven batches. A rank
-without batches left takes part with empty ones. At the end of an epoch the ranks aggregate metrics.
+All ranks draw the same batches, and each uses its part of every batch. If its data is already divided, a rank uses
+separate batches instead. Ranks exchange their row counts for each batch, because these weight uneven batches. A rank
+without batches left takes part with empty batches. At the end of an epoch the ranks aggregate metrics.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
-    `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`.
+    `Trainer._symbolic_build` - builds an unbuilt model from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
     `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
-    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `Model._initialize_ddp` (Keras 3.16 and later) - passes the model's gradients to PyTorch's DDP.
     `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
         the ranks, at every step.
-    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+    `keras.src.utils.python_utils.pythonify_logs` - converts logs to Python numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prepare(model: Any) -> None:
 
 
 class PreparedOnTorch(PreparedModel):
-    """A model that all ranks train together. Without several ranks, its steps are Keras'."""
+    """A model that all ranks train together. Without several ranks, its steps are Keras's."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
@@ -99,7 +99,7 @@ class PreparedOnTorch(PreparedModel):
         if session.mine is not None and not session.has_started:
             session.confirm()
             session.start_equal()
-        session.go_on()
+        session.begin_step()
         logs = _step(session, real, data, trains=True)
         session.check_unused()
         return logs
@@ -132,8 +132,8 @@ class PreparedOnTorch(PreparedModel):
             real(iterator=iterator, data_batch=data_batch)
             return
         try:
-            real(iterator=_Asked())
-        except _Unbuilt:
+            real(iterator=_RaisesWhenRead())
+        except _IsUnbuilt:
             batch = iterator.first_batch()
             batch = session.any_batch(batch)
             real(data_batch=_first_part(session, batch) if iterator._is_whole else batch)
@@ -151,7 +151,7 @@ class PreparedOnTorch(PreparedModel):
         if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):
             session.step.end_epoch(is_call=session.call is not None)
             note_own_statistics(self, False)
-        # As Python numbers, because some metrics return their variable.
+        # Some metrics return their variable, so convert to Python numbers.
         result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
         session.logs.forget()
         return session.mean_logs(logs) if result is None else result
@@ -215,15 +215,15 @@ _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pred
 _OneByOne = methods_inside(_one_by_one, _CALLS)
 
 
-class _Unbuilt(Exception):
+class _IsUnbuilt(Exception):
     pass
 
 
-class _Asked:
-    """An iterator that raises when read: it detects whether Keras needs a batch to build the model."""
+class _RaisesWhenRead:
+    """An iterator that detects whether Keras needs a batch to build the model."""
 
     def __iter__(self) -> Any:
-        raise _Unbuilt
+        raise _IsUnbuilt
 
 
 def _first_part(session: Session, data: Any) -> Any:
@@ -250,7 +250,7 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **
     with session.inner_call(), _one_by_one(model):
         batch = session.next_batch(batch, phase)
         if batch is None:
-            raise ValueError("`x` must have rows on some rank. Received: none on any.")
+            raise ValueError("`x` is empty on every rank. Pass a batch with rows on at least one rank.")
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
     with run_of(session):
@@ -265,7 +265,7 @@ def _step(session: Session, real: Callable[[Any], Any], data: Any, trains: bool 
 
 
 def _metrics_result(model: Any) -> Any:
-    """Replace Keras' method: metrics of a prepared model are per-rank until the end of an epoch."""
+    """Replace Keras's method: metrics of a prepared model are per-rank until the end of an epoch."""
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)

@@ -175,7 +175,9 @@ def main():
             log = keras.callbacks.CSVLogger(folder / "log.csv")
             other.fit(parts, shuffle=False, verbose=0, callbacks=[kept, log])
         assert (log.csv_file is not None) == scope.is_chief
-        said.append([str(each.message) for each in caught if "must begin an epoch equal" in str(each.message)])
+        said.append(
+            [str(each.message) for each in caught if "must begin an epoch with equal values" in str(each.message)]
+        )
         check.check()
     assert [len(words) for words in said] == [int(scope.is_chief), 0], said
     assert not scope.is_chief or other.trainable_variables[0].path in said[0][0]

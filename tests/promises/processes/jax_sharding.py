@@ -127,7 +127,7 @@ def main():
     ks.prepare(model, auto_shard=False, gather=True)
     assert warned(lambda: fit(X[odd::2], Y[odd::2])) == []
     said = processes.gather_objects(warned(lambda: fit(X, Y)))
-    assert [len(words) for words in said] == [1, 0] and "repeat each other's work" in said[0][0], said
+    assert [len(words) for words in said] == [1, 0] and "repeat the same work" in said[0][0], said
     # In the middle of an epoch, when Keras has taken the weights out of the model.
     ks.prepare(model, auto_shard=True)
     refused(lambda: fit(X[: 61 - odd], Y[: 61 - odd], shuffle=False), ValueError, "batches of [13, 12] rows")

@@ -458,7 +458,7 @@ def one_rank_alone_predicts_where_nothing_is_gathered(scope):
         assert len(model.predict(X, verbose=0)) == 61
     other = compiled(scope)
     call = (lambda: other.predict(X, verbose=0)) if scope.is_chief else (lambda: other.evaluate(X, Y, verbose=0))
-    refused(call, ValueError, "`prepare(model, gather=False)` lets each rank do it by itself")
+    refused(call, ValueError, "with `prepare(model, gather=False)`, each rank predicts alone")
 
 
 @check
@@ -602,7 +602,7 @@ def parts_that_each_rank_loads(scope):
     assert warned(lambda: mine(model)) == []
     said = everywhere(warned(lambda: [fit(X, Y, batch_size=BATCH)(model) for _ in range(2)]))
     assert [len(words) for words in said] == [1] + [0] * (scope.num_replicas - 1), said
-    assert "the same first batch on all of them, which then repeat each other's work" in said[0][0]
+    assert "the same first batch on all processes, so they repeat the same work" in said[0][0]
     sampler = torch_data.DistributedSampler(DATASET, scope.num_replicas, rank=0, shuffle=False)  # the same on all ranks
     loader = torch_data.DataLoader(DATASET, 5, sampler=sampler)
     said = everywhere(warned(lambda: compiled(scope).fit(loader, shuffle=False, verbose=0)))

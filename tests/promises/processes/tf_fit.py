@@ -135,7 +135,7 @@ def main():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stepping.fit(data, steps_per_epoch=5, epochs=4, verbose=0)
-    said = [str(each.message) for each in caught if "must begin an epoch equal" in str(each.message)]
+    said = [str(each.message) for each in caught if "must begin an epoch with equal values" in str(each.message)]
     assert len(said) == int(scope.is_chief), said
     found |= {f"stepping{i}": weight for i, weight in enumerate(stepping.get_weights())}
     bad = np.array(x[: problem.BATCH_SIZE])
@@ -175,7 +175,7 @@ def main():
         optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=[[0, 1], [2, 3]])
         grouped.compile(optimizer, "mse")
     refused(lambda: grouped.fit(x, y, **fit), ValueError, "with `group_assignment` needs a custom training loop")
-    refused(lambda: ks.prepare(grouped), ValueError, "groups train apart")
+    refused(lambda: ks.prepare(grouped), ValueError, "groups train separately")
     refused(
         lambda: ks.data_parallel(2).__enter__(),
         ValueError,

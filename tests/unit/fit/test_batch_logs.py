@@ -65,19 +65,19 @@ def test_logs_are_wanted_as_often_as_callbacks_read_them(name, monkeypatch):
 
     for trains, expected in ((True, of_training), (False, of_tests)):
         logs = BatchLogs(model)
-        assert logs.are_wanted(trains) == (expected != NEVER)  # no logs to show again yet
+        assert logs.are_read(trains) == (expected != NEVER)  # no logs to show again yet
         assert logs.last(trains, {"loss": 1.0}) == {"loss": 1.0}
         logs.show(trains, {"loss": 2.0})
         assert logs.last(trains, {"loss": 1.0}) == {"loss": 2.0}
         assert logs.last(not trains, {"loss": 1.0}) == {"loss": 1.0}
         now[0] += 0.9 * BAR_SECONDS
-        assert logs.are_wanted(trains) == (expected == ALWAYS)
+        assert logs.are_read(trains) == (expected == ALWAYS)
         now[0] += 0.2 * BAR_SECONDS
-        assert logs.are_wanted(trains) == (expected != NEVER)
+        assert logs.are_read(trains) == (expected != NEVER)
         seconds = logs.seconds_unseen(trains)
         assert seconds == 0 if expected == ALWAYS else seconds >= 2 * BAR_SECONDS
         logs.show(trains, {"loss": 2.0})
         logs.forget()
-        assert logs.are_wanted(trains) == (expected != NEVER)
+        assert logs.are_read(trains) == (expected != NEVER)
         logs.is_fitting = True  # the bar of `fit` shows none of its validation
-        assert logs.are_wanted(trains) == (expected == ALWAYS or (trains and expected == AT_TIMES))
+        assert logs.are_read(trains) == (expected == ALWAYS or (trains and expected == AT_TIMES))

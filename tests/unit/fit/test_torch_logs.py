@@ -65,19 +65,19 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
     monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(session, "can_promise", lambda: may_promise[0])
     monkeypatch.setattr(session, "owe_steps", owed.append)
-    unsaid = session._Unsaid()
+    unreported = session._Unreported()
 
     def promise(num_batches=1, num_alike=1000, seconds=1000.0, seconds_of_one=1.0):
         """After so many batches, of which the last is not promised: what all ranks promise."""
         for i in range(num_batches):
-            assert unsaid.is_promised() == (i < num_batches - 1)
-            unsaid.add(4, 0)
+            assert unreported.is_promised() == (i < num_batches - 1)
+            unreported.add(4, 0)
             now[0] += seconds_of_one
-        found = unsaid.can_promise(num_alike, seconds)
-        unsaid.are_said(found)
+        found = unreported.can_promise(num_alike, seconds)
+        unreported.reported(found)
         return found
 
-    unsaid.are_said(session._NOTHING_YET)
+    unreported.reported(session._NOTHING_YET)
     assert promise() == 0  # of an epoch's first batch nothing is known
     assert promise() == 3
     assert promise(4) == 4 * 3 + 3
@@ -89,20 +89,20 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
     may_promise[0] = False
     assert promise(6) == 0
     assert sum(owed) == 3 + 15 + 31 + 7 + 2 + 5
-    unsaid.are_said(3)
-    unsaid.are_said(session._NOTHING_YET)  # a new epoch takes back what was promised
-    assert owed[-2:] == [3, -3] and not unsaid.is_promised()
+    unreported.reported(3)
+    unreported.reported(session._NOTHING_YET)  # a new epoch takes back what was promised
+    assert owed[-2:] == [3, -3] and not unreported.is_promised()
 
 
 def test_batches_since_the_last_message_are_told_apart():
-    from keras_shardopt.fit.torch.session import _Unsaid
+    from keras_shardopt.fit.torch.session import _Unreported
 
     def mark(*batches):
-        unsaid = _Unsaid()
+        unreported = _Unreported()
         for batch in batches:
-            unsaid.add(*batch)
-        assert unsaid.num_batches == len(batches)
-        return unsaid.mark
+            unreported.add(*batch)
+        assert unreported.num_batches == len(batches)
+        return unreported.mark
 
     marks = [mark((4, 7)), mark((3, 7)), mark((4, 8)), mark((4, 7), (4, 8)), mark((4, 8), (4, 7))]
     assert len({*marks, 0}) == 6
