@@ -30,7 +30,7 @@ Seed: TypeAlias = "int | None"
 
 
 class _Batches(Protocol):
-    """A `keras.utils.PyDataset`, for type checkers that take Keras's classes for anything."""
+    """A `keras.utils.PyDataset` for type checkers, because Keras is untyped."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...

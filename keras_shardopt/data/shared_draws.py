@@ -67,10 +67,7 @@ class SharedDraws:
 
 
 def wait_for_batch_order(adapter: Any) -> None:
-    """Makes the start of a `PyDataset`'s workers wait until their thread has drawn the order of batches.
-
-    Otherwise Keras may leave the block of `drawing()` with a leftover batch while the thread still draws.
-    """
+    """Makes the start of a `PyDataset` wait until its thread has drawn the order of batches, inside `drawing()`."""
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:
         return

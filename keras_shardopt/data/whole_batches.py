@@ -26,11 +26,7 @@ def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
 
 
 def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
-    """Returns the rows of one part. A part without rows gets the first row, because the model needs an input.
-
-    Raises:
-        ValueError: if the arrays of the batch have different numbers of rows.
-    """
+    """Returns the rows of one part. A part without rows gets the first row, because the model needs an input."""
     total, start = sum(rows), sum(rows[:index])
     stop = start + rows[index]
     mine = slice(start, stop) if stop > start else slice(0, 1)

@@ -50,17 +50,14 @@ _WRITERS = (
 _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
 """Keras's callback that writes with Orbax; `()` in older versions without it."""
 
-_BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
+_NO_BATCH_LOGS = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
 """Callbacks that read no logs of batches, or (the progress bar) only those of some batches."""
 
 _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a `save_model` or `save_weights` that calls the method of a prepared model.
-
-    Modules that have imported Keras's function by name get the new one.
-    """
+    """Return a `save_model` or `save_weights` for prepared models, also in modules that imported Keras's by name."""
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
 
@@ -121,10 +118,9 @@ _QUIET_SECONDS = 0.5
 
 
 class BatchLogs:
-    """The logs of batches over all replicas, aggregated only when they are read.
+    """The logs of batches over all replicas, aggregated only when a callback reads them.
 
-    Each replica has its own metrics, and aggregation takes time. So it runs for callbacks that read the logs of each
-    batch, and for each refresh of the progress bar. Between refreshes the bar gets the last logs again.
+    Between refreshes, the progress bar gets the last logs again, because aggregation takes time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -143,7 +139,7 @@ class BatchLogs:
         # Non-metric logs never reach `show`, so they are aggregated for every batch: later they are not available.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
-    def seconds_unseen(self, trains: bool) -> float:
+    def seconds_without_readers(self, trains: bool) -> float:
         """Return the time in seconds for which no callback of this process reads logs of batches."""
         if self._always(trains):
             return 0.0
@@ -179,7 +175,7 @@ def _reads_batch_logs(callback: Any, *hooks: str) -> bool:
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch")
-    if isinstance(callback, _BLIND) or type(callback).__module__.startswith("keras_shardopt."):
+    if isinstance(callback, _NO_BATCH_LOGS) or type(callback).__module__.startswith("keras_shardopt."):
         return False
     return any(hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
 
@@ -203,8 +199,6 @@ def _is_for_this_process(callback: Any) -> bool:
 
 
 class _SavesTogether(keras.callbacks.ModelCheckpoint):
-    """Saves the model on all processes."""
-
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
         with _saving_together(self.model):
             super()._save_model(*args, **kwargs)

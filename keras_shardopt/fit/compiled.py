@@ -34,15 +34,15 @@ class _Block:
         self.prepares = prepares
         self._auto_shard = auto_shard
         self.waiting: list[weakref.ref[Any]] = []
-        """The models without known optimizers."""
+        """Compiled models whose optimizers are not set yet."""
 
-    def made(self, model: Any) -> None:
+    def constructed(self, model: Any) -> None:
         """Mark a model that was constructed in the block."""
         object.__setattr__(model, _IS_OF_BLOCK, self.prepares)
 
     def compiled(self, model: Any) -> None:
         """Prepare a compiled model, or warn of its optimizer."""
-        self.made(model)
+        self.constructed(model)
         object.__setattr__(model, _IS_LEFT, not self.prepares)
         set_sharing(model, None if self._auto_shard else False, None)
         if not self.prepares or _prepare_if_possible(model):
@@ -54,17 +54,17 @@ class _Block:
             self.waiting.append(weakref.ref(model))
 
 
-class _Alone:
+class _OneReplicaBlock:
     """A block with one replica. It prepares only models with an extension that needs it."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
-    def made(self, model: Any) -> None:
+    def constructed(self, model: Any) -> None:
         """Do nothing: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
         """Make one replica train as several replicas do."""
-        if _cuts_batches(model):
+        if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
             _torch.step_one_by_one(model)
@@ -72,22 +72,16 @@ class _Alone:
 
 # PyTorch only: Keras makes one step at a time, and each process trains a copy of the model.
 _torch = for_backend({"torch": "keras_shardopt.fit.torch"})
-_blocks: list[_Block | _Alone] = []
+_blocks: list[_Block | _OneReplicaBlock] = []
 
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """Prepare models that are compiled inside if `wanted`. Otherwise mark them as left unprepared.
-
-    Args:
-        wanted: whether to prepare them.
-        auto_shard: the argument of `prepare` for them.
-        are_several: whether several replicas train.
-    """
+    """Prepare models that are compiled inside if `wanted`. Otherwise mark them as left unprepared."""
     if not are_several and not wanted:
         yield
         return
-    block = _Block(wanted, auto_shard) if are_several else _Alone()
+    block = _Block(wanted, auto_shard) if are_several else _OneReplicaBlock()
     before = Trainer.__init__, Trainer.compile
 
     def then(method: Callable[..., None], report: Callable[[Any], None]) -> Callable[..., None]:
@@ -99,20 +93,20 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
 
         return call_and_report
 
-    Trainer.__init__, Trainer.compile = then(before[0], block.made), then(before[1], block.compiled)
+    Trainer.__init__, Trainer.compile = then(before[0], block.constructed), then(before[1], block.compiled)
     _blocks.append(block)
     try:
         yield
         for model in [reference() for reference in block.waiting]:
             if model is not None:
-                _settle(model)
+                _prepare_waiting(model)
     finally:
         _blocks.remove(block)
         Trainer.__init__, Trainer.compile = before
 
 
-def _settle(model: Any) -> bool:
-    """Prepare a model whose optimizers were unknown, and return whether it is prepared. Warn if it has none."""
+def _prepare_waiting(model: Any) -> bool:
+    """Prepare a waiting model if it has a `CrossShard` now, otherwise warn. Return whether it is prepared."""
     if not vars(model).pop(_WAITS, False):
         return False
     if _prepare_if_possible(model):
@@ -132,20 +126,20 @@ def _prepare_if_possible(model: Any) -> bool:
 
 
 def _warn_of_plain_optimizer(model: Any) -> None:
-    if model.optimizer is None or is_prepared(model) or not _train_apart(model):
+    if model.optimizer is None or is_prepared(model) or not _train_separately(model):
         return  # a prepared model raises an error
     warn(_separate_training(model))
 
 
-def _train_apart(model: Any) -> bool:
-    return _torch is not None and bool(_torch.train_apart(model))
+def _train_separately(model: Any) -> bool:
+    return _torch is not None and bool(_torch.train_separately(model))
 
 
-def _refuse_to_train_apart(model: Any) -> None:
+def _check_trains_together(model: Any) -> None:
     """Raise ValueError if ranks would train a model of a `data_parallel()` block separately."""
     if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
-    if not reducers_in(model) and _train_apart(model):
+    if not reducers_in(model) and _train_separately(model):
         raise ValueError(_separate_training(model))
 
 
@@ -163,12 +157,12 @@ def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if _settle(model):
+        if _prepare_waiting(model):
             return model.fit(*args, **kwargs)
-        _refuse_to_train_apart(model)
+        _check_trains_together(model)
         if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
             # The model was compiled outside of a scope.
-            is_due = vars(model).get(_IS_OF_BLOCK, False) or (_cuts_batches(model) and processes.num_replicas() == 1)
+            is_due = vars(model).get(_IS_OF_BLOCK, False) or (_needs_prepared(model) and processes.num_replicas() == 1)
             if is_due and _prepare_if_possible(model):
                 return model.fit(*args, **kwargs)
             _warn_of_unprepared(model)
@@ -182,13 +176,13 @@ def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(in_keras)
     def train_on_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_to_train_apart(model)
+        _check_trains_together(model)
         return in_keras(model, *args, **kwargs)
 
     return train_on_batch
 
 
-def _cuts_batches(model: Any) -> bool:
+def _needs_prepared(model: Any) -> bool:
     """Whether an extension of its optimizer needs a prepared model even on a single replica."""
     return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
 

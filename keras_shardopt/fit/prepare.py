@@ -39,7 +39,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
     - TensorFlow: steps exchange numbers of rows and sums of weights: one small all-reduce per batch, and one per loss.
       With `steps_per_execution`, steps still run one by one. Logs of a batch are aggregated over replicas if a callback
-      or progress bar reads them (with several workers, they are the mean of the replicas' logs).
+      or progress bar reads them (with several workers, in every batch).
     - JAX: if replicas do not divide a batch, it is padded with rows that no layer receives. Processes exchange their
       numbers of rows. Only process 0 prints. With `CrossShard(replica_clipnorm=...)` or `replica_transform`, the
       forward and backward pass run in a `shard_map` over the replicas.

@@ -76,12 +76,9 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
 
 
 def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | None = None) -> None:
-    """Raise ValueError if processes differ in one batch or several.
+    """Raise ValueError if processes differ in one of the batches `first` to `step` (default: `step` only).
 
-    Args:
-        batches: per process, the row count of the last batch (0: no batch left) and a checksum of all batches.
-        step: the index of the last batch.
-        first: the index of the first batch. Default: `step`.
+    `batches` has, per process, the row count of the last batch (0: no batch left) and a checksum of all of them.
     """
     if len(set(batches)) > 1:
         rows = [num_rows for num_rows, _ in batches]

@@ -36,11 +36,8 @@ def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] =
 
     Args:
         layers: stateful layers. Unbuilt layers are skipped; they get correct states when built.
-        rows: the number of rows of the batch on each replica.
+        rows: the number of rows of the batch on each replica. Equal, and equal to the states; otherwise ValueError.
         here: the indices of the replicas in this process; empty if states cannot be divided.
-
-    Raises:
-        ValueError: if replicas have different numbers of rows, or the states have another number of rows.
     """
     for layer in layers:
         if layer.states is None:
@@ -66,13 +63,7 @@ def rows_of_states(layer: Any) -> int:
 
 
 def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
-    """Return the error message for a batch with another number of rows than the states of a layer.
-
-    Args:
-        layer: the stateful layer.
-        received: the description of the received rows.
-        rows: the description of the rows required in `batch_shape`.
-    """
+    """Return the error message for `received` rows that do not match the states. `batch_shape` needs `rows`."""
     return (
         "A stateful layer has one state per row of a batch, so all batches must have the same number of rows, and so "
         f"must all replicas. Received: {received}, with {rows_of_states(layer)} states in layer "
@@ -96,14 +87,8 @@ def batch_sizes(iterator: Any) -> list[int]:
 def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: int) -> Iterator[None]:
     """Give stateful layers the states of one replica's rows, in a step traced once for all replicas.
 
-    Args:
-        model: the model. Its states have all rows of a batch.
-        index: the index of the replica (traced).
-        num_replicas: the number of replicas.
-        all_rows: the number of rows of the batch.
-
-    Raises:
-        ValueError: if states have another number of rows, or replicas have different numbers of rows.
+    The states must have the batch's `all_rows` rows, and replicas the same number of rows; otherwise ValueError.
+    `index` is the traced index of the replica.
     """
     layers = [layer for layer in stateful_layers(model) if layer.states is not None]
     others = ids_of_states(model) - {id(state) for layer in layers for state in states_of(layer)}

@@ -84,10 +84,7 @@ def is_together() -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class PaddedBatch:
-    """A batch padded with copies of its first row to divide evenly among the devices.
-
-    The number of valid rows is static: it is part of the pytree structure, so a traced step can use it.
-    """
+    """A batch padded with copies of its first row. Its number of valid rows is static, part of the pytree structure."""
 
     def __init__(self, data: Any, num_rows: int) -> None:
         self._data = data
@@ -207,13 +204,7 @@ def _divided_on_devices(data: Any, distribution: Any) -> Any:
 def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
     """Return the batch with its first row repeated at the end. A row of zeros could be invalid input for the model.
 
-    Args:
-        data: the batch.
-        num_missing: the number of rows to add.
-        numpy: `jax.numpy` within a step, NumPy before a step.
-
-    Raises:
-        ValueError: if the batch is sparse.
+    `numpy` is `jax.numpy` within a step, and NumPy before a step. A sparse batch raises ValueError.
     """
     if is_sparse(data):
         raise ValueError(

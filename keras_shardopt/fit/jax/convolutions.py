@@ -17,10 +17,7 @@ from jax.extend.core.primitives import conv_general_dilated_p
 
 
 def in_layout_of_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with all convolutions, also those of gradients, in the layout of XLA's CPU kernels.
-
-    On other devices XLA finds kernels in loops, so the function stays unchanged.
-    """
+    """Return the function with all convolutions in the layout of XLA's CPU kernels; unchanged on other devices."""
     if jax.default_backend() != "cpu":
         return function
 

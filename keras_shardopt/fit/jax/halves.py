@@ -36,13 +36,9 @@ def gradients_of_rows(
 
 
 def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
-    """Return the values of metric variables after the losses of all rows, as one batch, updated their metrics.
+    """Return the values of metric variables, updated with the losses of all rows as one batch.
 
-    Args:
-        model: the model.
-        variables: the values of the trainable, non-trainable and metric variables.
-        outputs: the predictions, and their masks.
-        data: inputs, targets and sample weights.
+    `variables` has the values of the trainable, non-trainable and metric variables; `outputs` predictions and masks.
     """
     (y_pred, masks), (x, y, sample_weight) = outputs, data
     y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # copied: the caller's arrays must get no mask

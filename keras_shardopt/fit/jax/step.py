@@ -49,12 +49,7 @@ class Computed(NamedTuple):
 
 
 class TrainStep:
-    """Keras's step, or a step with its first half run on each replica separately. Extensions override parts of it.
-
-    Args:
-        model: the model.
-        reducers: each `CrossShard` of it.
-    """
+    """Keras's step, or a step with its first half run on each replica separately. Extensions override parts of it."""
 
     stacks_windows = True
     """Whether accumulation windows may hold the gradients of all replicas along a first dimension."""

@@ -75,14 +75,9 @@ def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
 
 
 def on_own_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
-    """Call `function` with this replica's rows of a batch.
+    """Call `function` with this replica's rows of a batch. Its losses are divided by the counts of the whole batch.
 
-    Args:
-        model: the model.
-        replicas: all replicas.
-        all_rows: the number of rows in the batch.
-        function: takes rows and runs the model. Its losses are divided by the counts of the whole batch.
-        data: this replica's rows, with padding.
+    `data` has this replica's rows with padding. `all_rows` is the number of rows of the batch.
     """
     size, index = replicas.num_replicas, replicas.replica_id
     is_even = all_rows % size == 0

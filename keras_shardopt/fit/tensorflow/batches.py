@@ -20,12 +20,7 @@ _SPECS: dict[str, Any] = {}
 
 
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
-    """Return the specs of the tensors of a batch.
-
-    Args:
-        batch: the batch, or the `element_spec` of a dataset.
-        num_parts: return the spec of the first of `num_parts` parts. None: any number of rows.
-    """
+    """Return the specs of a batch or `element_spec`: of any number of rows, or of the first of `num_parts` parts."""
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
 
@@ -43,11 +38,7 @@ def _spec_of_leaf(leaf: Any, num_parts: int | None) -> Any:
 
 
 def common_spec(specs: Sequence[Any]) -> Any:
-    """Return one spec for the batches of all processes.
-
-    Raises:
-        ValueError: if their structures, dtypes or ranks differ.
-    """
+    """Return one spec for the batches of all processes. Raise ValueError if structures, dtypes or ranks differ."""
     try:
         return tf.nest.map_structure(_common, *specs)
     except (TypeError, ValueError):

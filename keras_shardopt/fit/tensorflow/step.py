@@ -26,12 +26,7 @@ from keras_shardopt.wrapping.rollback import statistics_in
 
 
 class TrainStep:
-    """Keras's step on a replica's rows. Extensions override parts of it.
-
-    Args:
-        model: the model.
-        reducers: each `CrossShard` of it.
-    """
+    """Keras's step on a replica's rows. Extensions override parts of it."""
 
     divides_batches = False
     """Whether the step divides batches with `distribute`, also on one replica."""

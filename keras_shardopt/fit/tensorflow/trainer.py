@@ -95,10 +95,9 @@ class PreparedOnTensorFlow(PreparedModel):
         return workers.outputs_of_all(self, super().predict_step(unpacked(data)), data)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a replica's loss.
+        """Read a replica's `add_loss` values before the losses of `compile` exchange counts.
 
         Replicas are threads that take turns at every exchange, and layers keep the losses of the latest forward pass.
-        So each replica reads its `add_loss` values before the losses of `compile` exchange counts.
         """
         with own_additional_losses(self.losses):
             return super().compute_loss(*args, **kwargs)
@@ -229,7 +228,7 @@ def _copied(value: Any) -> Any:
 def _build_optimizers(model: Any, data_batch: Any) -> None:
     """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it.
 
-    Trace the step once, without running it, to find the variables that each optimizer updates.
+    A trace of the step, which does not run, records the variables of each optimizer.
     """
     strategy = model.distribute_strategy
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]

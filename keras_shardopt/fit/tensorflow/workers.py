@@ -243,7 +243,6 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             yield self._packed(batch, rows[: self._first], rows[self._first : self._first + self._num_local])
 
     def _divided(self, batch: Any) -> Any:
-        """Divide a batch of this worker (or None) among its replicas."""
         rows = 0 if batch is None else int(num_rows(batch))
         return self._packed(batch, [], rows_of_parts(rows, self._num_local))
 
@@ -310,10 +309,7 @@ def _share_seed() -> None:
 
 
 def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
-    """Return the metrics of all replicas, equal on all workers to keep callbacks consistent.
-
-    Other logs become the mean over replicas.
-    """
+    """Return metrics over all replicas, equal on all workers to keep callbacks consistent. Average other logs."""
     is_built = all(getattr(metric, "built", True) for metric in model.metrics)
     if is_built and isinstance(logs, dict) and logs.keys() == model.get_metrics_result().keys():
         values: list[tuple[Any, Any]] = []

@@ -32,10 +32,7 @@ KerasEpochIterator = torch_trainer.TorchEpochIterator
 
 
 class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Yields parts of batches common to all ranks, or this rank's separate batches in step with the other ranks.
-
-    A rank without separate batches left repeats its last batch, and its rows are not counted.
-    """
+    """Yields this rank's batches. A rank without batches left repeats its last batch; its rows do not count."""
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
         # Keras does not pass the model: a callback may run another model during `fit`.

@@ -210,11 +210,7 @@ class Session:
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
-        """Send a message (ints) to all ranks. Return the message of each rank.
-
-        Raises:
-            ValueError: on every rank, if they are in different phases.
-        """
+        """Send ints to all ranks. Return the ints of each rank. All raise ValueError if their phases differ."""
         assert self.ranks is not None
         return tell(phase.value, *map(int, message))
 
@@ -230,7 +226,7 @@ class Session:
             is_whole: whether this rank has the data of all ranks, or a separate part.
             data: the first rows; None if not available yet (a later call then compares them).
             num_batches: the number of batches of an epoch; None if unknown.
-            is_marked: whether the data is explicitly divided, so the warning is not needed.
+            is_marked: whether the data is explicitly divided, so no warning is needed.
         """
         assert self.call is not None
         length = 0 if num_batches is None else num_batches + 1
@@ -245,13 +241,9 @@ class Session:
             self._has_warned = True
 
     def next_part(self, data: Any, phase: Phase, step: int, num_equal: int) -> Any:
-        """Return this rank's part of a batch that all ranks have; None if no batch is left.
+        """Return this rank's part of the batch `data` that all ranks have; None if no batch is left.
 
-        Args:
-            data: the batch, or None.
-            phase: the kind of step that uses it.
-            step: the index of the batch in the epoch.
-            num_equal: the number of following batches that certainly have the same number of rows.
+        `step` is its index in the epoch. The next `num_equal` batches certainly have the same number of rows.
         """
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
@@ -267,7 +259,6 @@ class Session:
         return part_of_batch(data, self._rows, self.ranks.replica_id)
 
     def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
-        """Return the number of rows of each rank in a batch of `num` rows."""
         return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
@@ -292,7 +283,7 @@ class Session:
         if phase is not Phase.PREDICT_BATCH:
             trains = phase is Phase.TRAIN_BATCH
             reads = int(self.logs.are_read(trains))
-            promised = self._unreported.can_promise(num_equal, self.logs.seconds_unseen(trains)) if num else 0
+            promised = self._unreported.can_promise(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
         # Bit 0: logs are read; bit 1: has a batch to repeat; bits 2 to 6: promised batches; above: checksum.
         flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
         self._pending = tell_soon(phase.value, num, flags)
@@ -311,11 +302,7 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Wait for the pending message of all ranks, if any, and read their row counts from it.
-
-        Raises:
-            ValueError: on every rank, if they are in different phases or a batch common to all differs.
-        """
+        """Wait for the pending message of all ranks, and read row counts. All raise ValueError if ranks disagree."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -433,11 +420,7 @@ class Session:
         return {**logs, **{name: total / rows for name, total in zip(floats, totals)}} if rows else logs
 
     def end_epoch(self) -> None:
-        """End an epoch on all ranks: compare the batches since the last message.
-
-        Raises:
-            ValueError: on every rank, if their numbers of batches, or batches common to all, differ.
-        """
+        """End an epoch on all ranks. All raise ValueError if their batches since the last message differ."""
         messages = self.exchange(Phase.END_OF_EPOCH, self._unreported.num_batches, self._unreported.mark)
         nums = [num for num, _ in messages]
         if len(set(nums)) > 1:

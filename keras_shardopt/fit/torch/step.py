@@ -20,11 +20,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 class TrainStep:
-    """Keras's step on this rank's part of the batch. Extensions override parts of it.
-
-    Args:
-        session: the `Session` of the model.
-    """
+    """Keras's step on this rank's part of the batch. Extensions override parts of it."""
 
     logs_are_global = False
     """Whether the logs of each batch already cover all ranks."""
@@ -52,12 +48,7 @@ class TrainStep:
         return rows_of_parts(num, num_ranks)
 
     def fit_states(self, rows: Sequence[int], rank: int) -> None:
-        """Give stateful layers the states of a rank's rows.
-
-        Args:
-            rows: the number of rows of each rank.
-            rank: this rank.
-        """
+        """Give stateful layers the states of a rank's rows; `rows` has the number of rows of each rank."""
         if self._stateful is None:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])

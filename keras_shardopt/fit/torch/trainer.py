@@ -160,7 +160,7 @@ class PreparedOnTorch(PreparedModel):
         """Skip DDP: it would average gradients before `CrossShard` weights them by rows."""
 
 
-def train_apart(model: Any) -> bool:
+def train_separately(model: Any) -> bool:
     """Whether ranks would train this model (without a `CrossShard`) independently: nothing averages its gradients."""
     if not (dist.is_available() and dist.is_initialized()):
         return processes.process()[0] > 1
@@ -260,7 +260,6 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **
 
 @torch.compiler.disable(recursive=False)  # it communicates
 def _step(session: Session, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
-    """Run a step on this rank's part of the agreed batch."""
     return session.step.run(real, data, trains)
 
 

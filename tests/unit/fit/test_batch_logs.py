@@ -74,7 +74,7 @@ def test_logs_are_wanted_as_often_as_callbacks_read_them(name, monkeypatch):
         assert logs.are_read(trains) == (expected == ALWAYS)
         now[0] += 0.2 * BAR_SECONDS
         assert logs.are_read(trains) == (expected != NEVER)
-        seconds = logs.seconds_unseen(trains)
+        seconds = logs.seconds_without_readers(trains)
         assert seconds == 0 if expected == ALWAYS else seconds >= 2 * BAR_SECONDS
         logs.show(trains, {"loss": 2.0})
         logs.forget()
