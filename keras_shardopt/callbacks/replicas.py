@@ -183,7 +183,7 @@ class CheckReplicas(keras.callbacks.Callback):
                 "All replicas must have the same weights and optimizer state, bit for bit. "
                 f"Received, after {self._num_batches} batches of this `fit`: different values of "
                 f"{check.listed(found, '; of ')}. "
-                "Check that every gradient is reduced, that no replica changes variables alone, and the memory. "
+                "Check that every gradient is reduced, that no replica changes variables alone, and that memory is OK. "
                 "Continue from the last checkpoint; each `fit` of a prepared model starts all replicas equal."
             )
 

@@ -50,7 +50,7 @@ class BatchesOfArrays(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"There is no batch {index} of {len(self)}.")
+            raise IndexError(f"Batch index {index} is out of range ({len(self)} batches).")
         start = (index % len(self)) * self._batch_size
         batch: tuple[Any, ...] = rows_of(self._data, self._rows[start : start + self._batch_size])
         return batch

@@ -23,9 +23,9 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
     for found in samplers_of(loader):
         if isinstance(found, data.DistributedSampler):
             raise ValueError(
-                f"`shard_data` splits rows, but the sampler {type(found).__name__} has already split them. "
-                "Received: a `DataLoader` with that sampler. Leave the sampler out, and pass `shuffle=True` to the "
-                "`DataLoader`."
+                f"`shard_data` splits rows, but the sampler {type(found).__name__} has already split them, and pads or "
+                "drops rows. Received: a `DataLoader` with that sampler. Leave the sampler out, and pass "
+                "`shuffle=True` to the `DataLoader`."
             )
     # A copy keeps every argument, also those of a subclass. DataLoader forbids assignments.
     mine = copy.copy(loader)

@@ -51,7 +51,7 @@ def warn_of_unequal_start(names: Sequence[str]) -> None:
     """Warn once of all variables that differed between processes when an epoch began."""
     warn(
         "All processes must begin an epoch with equal values, so they take the values of the first process. "
-        f"Received: other values of {check.listed(names, ', ')} on some. Change variables equally on every process.",
+        f"Received: other values of {check.listed(names, ', ')} on some. Assign to variables on every process.",
     )
 
 

@@ -426,7 +426,7 @@ class Session:
         if len(set(nums)) > 1:
             raise ValueError(
                 "All ranks must process the same number of batches in an epoch. "
-                f"Received: {nums} since they last compared them, by rank. Decisions to stop training or evaluation "
+                f"Received, by rank: {nums} since the last comparison. Decisions to stop training or evaluation "
                 "must depend on the logs, because these are equal on all ranks."
             )
         check_batches(
