@@ -39,7 +39,7 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# PyTorch's sum over ranks needs a gradient of ours. Keras synchronizes on TensorFlow only.
+# A differentiable sum over ranks (PyTorch), and whether Keras also synchronizes (TensorFlow).
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
 # PyTorch only: a Keras model may contain modules of the framework.

@@ -55,7 +55,7 @@ class TrainStep:
     """Whether accumulation windows may hold the gradients of all replicas along a first dimension."""
 
     is_reduced = False
-    """Whether stages that sum gradients accept the result of `computed` as reduced. If not, accumulation must stack."""
+    """Whether accumulation may sum the reduced gradients of `computed`. Otherwise it needs stacked gradients."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
