@@ -29,7 +29,7 @@ def test_a_lost_connection_names_the_others_and_the_remedy(message, kind, monkey
         with pytest.raises(RuntimeError) as failure:
             failing(num_processes, kind, message, monkeypatch)
         assert type(failure.value) is RuntimeError and str(failure.value.__cause__) == message
-        assert f"a failed exchange of process 1 with {others}. The output" in str(failure.value)
+        assert f"a failed exchange of process 1 with {others}. Read the output" in str(failure.value)
         assert "BackupAndRestore" in str(failure.value) and str(failure.value).endswith(message.splitlines()[0])
     with pytest.raises(kind) as failure:  # one process exchanges nothing
         failing(1, kind, message, monkeypatch)
