@@ -90,8 +90,8 @@ def _check_trainer(model: Any) -> None:
     if model.steps_per_execution > 1 and not is_prepared(model):
         raise ValueError(
             "Under a strategy with several replicas, Keras' loop of several steps fails. "
-            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Omit it, or "
-            "call `keras_shardopt.prepare(model)` after `compile`, which executes steps one by one."
+            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
+            "`keras_shardopt.prepare(model)` after `compile`, to execute steps one by one, or omit it."
         )
 
 
