@@ -236,7 +236,7 @@ class AutomaticLossScaler:
         self._state[-1].assign_add(1)
         return True
 
-    def look(self, grads: Gradients) -> tuple[Tensor, Tensor]:
+    def _fast_check(self, grads: Gradients) -> tuple[Tensor, Tensor]:
         """Like `check_grads`, but with Backoff `amax` of a good step is arbitrary, because the scale ignores it."""
         if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
             if _are_surely_finite(grads):

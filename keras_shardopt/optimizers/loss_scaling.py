@@ -193,7 +193,7 @@ class ScaledUpdate(OptimizerWrapper):
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
         """Returns the result of `check_grads` for the unscaled gradients of all replicas."""
         checked = _to_check(grads, variables)
-        has_nan, amax = check_grads(checked) if self._scaler is None else self._scaler.look(checked)
+        has_nan, amax = check_grads(checked) if self._scaler is None else self._scaler._fast_check(checked)
         amax = amax / scale
         if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))

@@ -11,7 +11,7 @@ from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.wrapping.chain import Wrapping
 
 
-class UnchangedAlone:
+class OneReplicaShortcut:
     """Makes an update of a `CrossShard` one call of the inner optimizer if one replica has nothing else to do."""
 
     _is_idle = False

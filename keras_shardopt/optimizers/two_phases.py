@@ -129,6 +129,6 @@ def scalar_loss(value: Any) -> Tensor:
     if keras.ops.ndim(value):
         raise ValueError(
             f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-            "Use for example its `keras.ops.mean(...)`."
+            "Use for example `keras.ops.mean(...)`."
         )
     return value
