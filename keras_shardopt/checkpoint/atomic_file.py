@@ -24,10 +24,7 @@ _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    """Returns a name for the running kernel. Locks are valid within one kernel, even if the file system has none.
-
-    Containers on several machines may share a host name.
-    """
+    # Locks are valid within one kernel. Containers on several machines may share a host name.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
@@ -41,14 +38,10 @@ _PATTERN = re.compile(r"\.keras_shardopt-(?P<kernel>.+)-[0-9a-f]{8}\.unfinished"
 
 
 class Unfinished:
-    """A file that replaces another when it is finished, and takes its mode and owner.
+    """A file that replaces the one at `path` when it is finished, and takes its mode and owner.
 
-    Args:
-        path: the file to replace. It may be missing, but its folder must exist. A link stays a link: its target is
-            replaced.
-
-    Raises:
-        OSError: if the folder is not writable, or if `path` is not a file.
+    The old file may be missing, but its folder must exist. A link stays a link: its target is replaced. Raises OSError
+    if the folder is not writable, or if `path` is not a file.
     """
 
     def __init__(self, path: str) -> None:

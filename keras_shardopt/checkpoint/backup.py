@@ -421,7 +421,6 @@ def _skip_epochs(epoch: int) -> None:
 
 
 def _global_seed(make: bool) -> list[keras.Variable]:
-    """Returns Keras' global seed in a list, or an empty list if it does not exist."""
     found = (
         seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
     )

@@ -438,10 +438,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raises on every process if one has a problem. All processes call it together.
-
-    A process with a problem raises it. Other processes raise the problem of the lowest such rank.
-    """
+    """Raises on every process if one has a problem: its own, or that of the lowest rank. All call it together."""
     own = None if problem is None else (type(problem).__name__, _words(problem))
     gathered = processes.gather_objects(own)
     if problem is not None:
@@ -501,9 +498,6 @@ def _communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can communicate, also outside the scope that created the model."""
     variables = model.variables if isinstance(model, keras.Model) else []
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _check_model(model: Any) -> None:

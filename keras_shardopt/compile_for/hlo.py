@@ -44,12 +44,7 @@ class Collective:
 
 
 def collectives(text: str, num_devices: int) -> list[Collective]:
-    """Returns the collectives of a compiled program.
-
-    Args:
-        text: the text of the optimized HLO module.
-        num_devices: devices of the program, the group size of collectives without groups.
-    """
+    """Returns the collectives in the text of an optimized HLO module. Without groups, they have `num_devices`."""
     bodies, entry = _computations(text)
     found: list[Collective] = []
     chains: set[tuple[str, str]] = set()

@@ -108,11 +108,7 @@ class Target:
 
 
 def parse(name: str) -> Target:
-    """Returns the target with this name.
-
-    Raises:
-        ValueError: if the name is invalid.
-    """
+    """Returns the target with this name. Raises ValueError if the name is invalid."""
     kind, _, shape = name.rpartition(":")
     device = DEVICES.get(kind)
     sizes = shape.split("x")

@@ -75,11 +75,7 @@ class Job:
 
 
 def free_ports(number: int) -> list[int]:
-    """Returns free ports.
-
-    They are outside the range that the system assigns to other connections, so they stay free until a
-    process of the job listens.
-    """
+    """Returns free ports, outside the range that the system assigns to other connections."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
         with socket.socket() as probe:
@@ -94,11 +90,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def visible_gpus(job: Job) -> list[str | None]:
-    """Returns CUDA_VISIBLE_DEVICES for each process of this machine; None: unchanged.
-
-    Raises:
-        JobError: if the machine has too few GPUs.
-    """
+    """Returns CUDA_VISIBLE_DEVICES for each process of this machine; None: unchanged."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     files = sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))
     all_gpus = [str(number) for number in files]

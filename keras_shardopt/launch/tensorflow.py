@@ -35,7 +35,6 @@ def environments(job: Job) -> list[dict[str, str]]:
 
 
 def _addresses(job: Job) -> list[str]:
-    """Returns the addresses of all workers, each with its own port."""
     if job.nnodes == 1:
         return [f"127.0.0.1:{port}" for port in free_ports(job.nproc)]
     if len(job.hosts) != job.nnodes:

@@ -183,11 +183,7 @@ class AutomaticLossScaler:
     # -- with state ----------------------------------------------------------------------------------------------
 
     def build(self, add_variable: Callable[[str, float, str], Variable]) -> None:
-        """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it.
-
-        Raises:
-            ValueError: if the scaler already has state.
-        """
+        """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it."""
         if self._variables is not None:
             raise ValueError(
                 "An `AutomaticLossScaler` can be used by one optimizer only. Received: one that is in use. "
@@ -257,8 +253,6 @@ class AutomaticLossScaler:
             A pair of scalar tensors, bool and float32: (False, -inf) without gradients.
         """
         return check_grads(grads)
-
-    # -- saving --------------------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""

@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 
 
 class ScaledUpdate(OptimizerWrapper):
-    """Scales the loss, unscales the gradients, and updates unless they overflow. An abstract class.
-
-    Args:
-        inner_optimizer: see `OptimizerWrapper`.
-        scale: a float, an `AutomaticLossScaler`, or None for no scaling.
-        name: str or None.
-    """
+    """Scales the loss, unscales the gradients, and updates unless they overflow. An abstract class."""
 
     _scale_argument: str
     """The name of the scale in the constructor of the concrete wrapper."""
@@ -67,7 +61,6 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _scales_loss(self) -> bool:  # type: ignore[override]
-        """Whether the loss is scaled."""
         return self._scaler is not None or self._static is not None
 
     @property
@@ -81,10 +74,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """Whether the scale is adjusted."""
         return self._scaler is not None
-
-    # -- what callbacks read -------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> keras.Variable | float:
@@ -110,8 +100,6 @@ class ScaledUpdate(OptimizerWrapper):
         """The number of updates skipped because of overflow: a scalar variable, or 0."""
         return super().skipped_steps if self._skipped is None else self._skipped
 
-    # -- the update ----------------------------------------------------------------------------------------------
-
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale. A loss in half precision becomes float32, because it could overflow."""
@@ -123,11 +111,9 @@ class ScaledUpdate(OptimizerWrapper):
         return ops.multiply(loss, self._own_scale)
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates with unscaled gradients."""
         super().update_inner(grads, variables)
 
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
-        """Returns the gradient divided by the scale, in its own dtype."""
         del variable
         wide = in_float32(grad)
         return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))

@@ -126,8 +126,6 @@ class MixedPrecision(ScaledUpdate):
         skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._lasting_state if v is not skipped]
 
-    # -- building ------------------------------------------------------------------------------------------------
-
     def build(self, variables: Sequence[Variable]) -> None:
         """Creates the master weights, and builds the inner optimizer on them."""
         if self.built:
@@ -171,7 +169,6 @@ class MixedPrecision(ScaledUpdate):
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """The master weights."""
         return ((key, "master", master) for key, (_, master) in self._masters.items())
 
     def exclude_from_weight_decay(
@@ -181,8 +178,6 @@ class MixedPrecision(ScaledUpdate):
         if self.built:
             super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises
         self._excluded = (None if var_list is None else list(var_list), var_names)
-
-    # -- the update ----------------------------------------------------------------------------------------------
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -321,7 +316,6 @@ class _OnMaster(keras.regularizers.Regularizer):
 
 
 def _rounded(master: Tensor, dtype: str) -> Tensor:
-    """Returns the master weight in the dtype of its variable."""
     if dtype == "float16":
         # Infinite elements stay infinite, as a sign of divergence.
         clamped = ops.clip(master, -LARGEST_FLOAT16, LARGEST_FLOAT16)

@@ -33,10 +33,6 @@ class StepCount:
     Args:
         step: an int, an integer array or tensor of any shape, or a `keras.Variable`.
         dtype: "float32" or "float64": the dtype of results. All results have the step's shape.
-
-    Raises:
-        TypeError: if `step` does not consist of integers.
-        ValueError: if `step` is None, or is a negative Python or NumPy number.
     """
 
     def __init__(self, step: Any, dtype: str) -> None:
@@ -100,11 +96,7 @@ class StepCount:
         return self._with(whole), self._on_device(rest, self.dtype) / float(numerator)
 
     def as_exponent(self, squares: Sequence[float]) -> Tensor:
-        """Returns the step-th power of a base.
-
-        Args:
-            squares: the result of `repeated_squares(base)`.
-        """
+        """Returns the step-th power of a base, given `squares = repeated_squares(base)`."""
         factors = [math.inf if square > _FLOAT32_MAX and self.dtype == "float32" else square for square in squares]
         factors = factors[: self._largest.bit_length()]
         places = self._constants([2**bit for bit in range(len(factors))])
