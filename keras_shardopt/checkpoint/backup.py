@@ -74,14 +74,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         double_checkpoint: bool. True also keeps the previous backup, for disks that lose written data.
         delete_checkpoint: bool. True (default) deletes the backups when training ends.
 
-    Args:
-        backup_dir: str or path: a local directory, which is made if it is not there. Only rank 0 needs to see it.
-            Not to be shared with another training run.
-        save_freq: "epoch" (default). Backups in the middle of an epoch are not possible: Keras can begin a `fit` with
-            another epoch, but not with another batch.
-        double_checkpoint: bool. True also keeps the backup before the last, for disks that lose what was written.
-        delete_checkpoint: bool. True (default) deletes the backups when training has come to its end.
-
     Raises:
         TypeError: if `backup_dir` is not a path, or a flag not a bool.
         ValueError: if `backup_dir` is empty or not local, or `save_freq` is not "epoch". When training begins, on
