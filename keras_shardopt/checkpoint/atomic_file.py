@@ -50,7 +50,7 @@ class Unfinished:
         if os.path.exists(self._target) and not os.path.isfile(self._target):
             is_folder = os.path.isdir(self._target)
             raise (IsADirectoryError if is_folder else OSError)(
-                f"The path must be that of a file. Received: {path!r}, "
+                f"The path must name a file. Received: {path!r}, "
                 f"which is {'a folder' if is_folder else 'a device or pipe'}."
             )
         _remove_abandoned(folder)

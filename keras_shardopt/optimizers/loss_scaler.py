@@ -48,7 +48,6 @@ class AutomaticLossScaler:
 
     An *overflow* is a gradient with a NaN or an infinite element. With $s$ the scale, each call of `update` computes
 
-
     - `"Backoff"`: on an overflow $s \leftarrow s / f$; otherwise, on each $w$-th good step since the last overflow
       (or the start), $s \leftarrow s \cdot f$; both kept within `scale_min` and `scale_max`. $f$ = `step_factor`,
       $w$ = `step_window`. It starts at `scale_max`.
