@@ -114,7 +114,7 @@ BAR_SECONDS = 0.05
 """The interval of refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""Without readers of batch logs, the time in seconds for which their absence is assumed to last."""
+"""Time in seconds for which a process without readers of batch logs assumes that none appears."""
 
 
 class BatchLogs:
@@ -275,7 +275,6 @@ _TOGETHER = {
     keras.callbacks.BackupAndRestore: _BacksUpTogether,
     _ORBAX: _WritesTogether,
 }
-"""By Keras's class of callbacks, the class that several processes mix in."""
 """By Keras callback class: the class that is mixed in on several processes."""
 
 

@@ -36,7 +36,7 @@ def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] =
 
     Args:
         layers: stateful layers. Unbuilt layers are skipped; they get correct states when built.
-        rows: the number of rows of the batch on each replica. Equal, and equal to the states; otherwise ValueError.
+        rows: the number of rows of the batch on each replica; equal, and matching the states (otherwise ValueError).
         here: the indices of the replicas in this process; empty if states cannot be divided.
     """
     for layer in layers:

@@ -183,7 +183,7 @@ def _without_padding(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _new_function(model: Any, name: str) -> Iterator[None]:
-    """Let a step be a new function: otherwise JAX would reuse the trace of an earlier `compile`."""
+    """Make a step a new function, otherwise JAX would reuse the trace of an earlier `compile`."""
     if name in vars(model):  # set by the user
         yield
         return
