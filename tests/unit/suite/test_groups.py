@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from packaging.version import Version
 
 TESTS = """
 import os
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items):
 """
 
 
+@pytest.mark.xfail(
+    Version(pytest.__version__) >= Version("9.2"),
+    reason="xdist 3.8 writes groups into the name of a test, which pytest 9.2 makes anew (pytest-xdist issue 1386)",
+    strict=True,
+)
 @pytest.mark.neutral
 def test_a_group_stays_on_one_worker(tmp_path):
     (tmp_path / "test_group.py").write_text(TESTS)
@@ -33,5 +39,4 @@ def test_a_group_stays_on_one_worker(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     workers = [line for line in run.stdout.splitlines() if line.startswith("made by")]
     assert len(workers) == 8, run.stdout + run.stderr
-    # pytest 9.2 no longer shows the groups of xdist 3.8 to its scheduler.
     assert len(set(workers)) == 1
