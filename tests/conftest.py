@@ -162,6 +162,8 @@ def _shares_work_with(item):
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
+    if any(hasattr(value, "cache_clear") for value in vars(item.module).values()):
+        return item.path.stem  # its module keeps runs (`functools.cache`)
     return None
 
 
@@ -240,6 +242,15 @@ def world(tmp_path_factory):
     return worlds.Ranks(lambda: tmp_path_factory.mktemp("ranks")) if BACKEND == "torch" else worlds.Devices()
 
 
+def _let_graphs_go():
+    """TensorFlow keeps each graph with a custom gradient for ever, and Keras' steps have some: 2 MB for each test."""
+    from tensorflow.python.framework import ops
+
+    registered = ops.gradient_registry._registry
+    for name in [name for name in registered if name.startswith("CustomGradient-")]:
+        del registered[name]
+
+
 @pytest.fixture(autouse=True)
 def clean_keras_state():
     import keras
@@ -256,6 +267,7 @@ def clean_keras_state():
         from keras_shardopt.backends.active import processes
 
         processes.num_replicas_of_last_scope = 1
+        _let_graphs_go()
     keras.config.set_dtype_policy("float32")
     if BACKEND == "jax":
         keras.distribution.set_distribution(None)

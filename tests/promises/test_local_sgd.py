@@ -16,6 +16,8 @@ from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.extensions.local_sgd.looks import local_updates_in
 
+pytestmark = pytest.mark.xdist_group("test_local_sgd")  # which looks at the same runs in many tests
+
 NUM_REPLICAS = (2, 4)
 KNOWN = {}
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from promises.problems import same_bits
+from promises.problems.same_bits import trained_on
 from support import launch
 from support.suites import some
 
@@ -20,7 +21,7 @@ BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "paired-SGD-wei
 @pytest.mark.parametrize("case", some(same_bits.CASES, BY_DEFAULT))
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
-    assert same_bits.trained_on(num_devices, case) == same_bits.trained_on(2, case)
+    assert trained_on(num_devices, case) == trained_on(2, case)
 
 
 @pytest.mark.exhaustive
@@ -30,7 +31,7 @@ def test_another_number_of_parts_would_change_the_bits():
         model = same_bits.model_of(case, virtual_replicas=4)
     same_bits.fit(model, case)
     replicas.close()
-    assert same_bits.digest(*model.weights) != same_bits.trained_on(2, case)["weights"]
+    assert same_bits.digest(*model.weights) != trained_on(2, case)["weights"]
 
 
 def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows():
@@ -85,4 +86,4 @@ def test_a_single_device_may_be_any(how):
         keras.distribution.set_distribution(before)
     if how == "the last one":
         assert all(weight.value.devices() == {last} for weight in model.weights)
-    assert same_bits.digest(*model.weights) == same_bits.trained_on(2, case)["weights"]
+    assert same_bits.digest(*model.weights) == trained_on(2, case)["weights"]

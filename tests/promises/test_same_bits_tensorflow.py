@@ -4,6 +4,7 @@ import json
 
 import pytest
 from promises.problems import same_bits
+from promises.problems.same_bits import trained_on
 from support import launch
 from support.suites import some
 
@@ -18,7 +19,7 @@ BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "recurrent-Adam
 @pytest.mark.parametrize("case", some(CASES, BY_DEFAULT))
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
-    assert same_bits.trained_on(num_devices, case) == same_bits.trained_on(1, case)
+    assert trained_on(num_devices, case) == trained_on(1, case)
 
 
 @pytest.mark.exhaustive
@@ -30,7 +31,7 @@ def test_eight_devices_have_the_same_bits(tmp_path):
     arguments = (file, 8, *cases)
     start = launch.fork_with("tensorflow")
     launch.workers("tensorflow_same_bits.py", [environment], *arguments, timeout=300, start=start)
-    assert json.loads(file.read_text()) == {case: same_bits.trained_on(1, case) for case in cases}
+    assert json.loads(file.read_text()) == {case: trained_on(1, case) for case in cases}
 
 
 @pytest.mark.exhaustive
@@ -40,7 +41,7 @@ def test_another_number_of_parts_would_change_the_bits():
         model = same_bits.model_of(case, virtual_replicas=4)
         same_bits.fit(model, case)
     replicas.close()
-    assert same_bits.digest(*model.weights) != same_bits.trained_on(1, case)["weights"]
+    assert same_bits.digest(*model.weights) != trained_on(1, case)["weights"]
 
 
 @pytest.mark.parametrize(

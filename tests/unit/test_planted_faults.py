@@ -338,7 +338,7 @@ FAULTS = [
         "kernels/torch/fused.py",
         " / (float(rate) or 1.0) if decays else 0.0",
         " if decays else 0.0",
-        "unit/update/test_fused.py::test_a_hundred_updates_are_those_of_keras",
+        "unit/update/test_fused.py::test_many_updates_are_those_of_keras",
     ),
     fault(
         "kernels/torch/fused.py",

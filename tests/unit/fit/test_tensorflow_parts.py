@@ -1,6 +1,7 @@
 """Batches that are cut into parts on TensorFlow: where they come from, what is refused, and what stays as it was."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -70,15 +71,18 @@ SOURCES = {
 }
 
 
+def trained_on(num_devices, source):
+    with compiled(num_devices) as model:
+        return model.fit(**SOURCES[source](), epochs=2, verbose=0).history, bits(model)
+
+
+of_arrays_on_one = functools.cache(lambda: trained_on(1, "arrays"))
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_parts_of_a_batch_are_those_of_its_rows_wherever_it_comes_from(source, num_devices):
-    with compiled(1) as model:
-        expected = model.fit(**SOURCES["arrays"](), epochs=2, verbose=0).history
-        weights = bits(model)
-    with compiled(num_devices) as model:
-        assert model.fit(**SOURCES[source](), epochs=2, verbose=0).history == expected
-        assert bits(model) == weights
+    assert trained_on(num_devices, source) == of_arrays_on_one()
 
 
 def test_added_losses_and_penalties_count_as_without_parts():
