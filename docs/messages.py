@@ -74,15 +74,13 @@ class Message:
 
     @property
     def title(self) -> str:
-        """The longest stretch of its first sentence without gaps. The search ranks long titles first."""
-        words = re.split(rf"[.:](?: |$)|^\W*{GAP}\W+", self.text)
-        rule = next(part for part in words if part and len(part) > 8)
-        stretches = re.split(rf"\S*{GAP}\S*", rule)
-        best = max(stretches, key=lambda part: len(part.split()), default="").strip(" ,;")
-        if len(best.split()) < 3:
-            best = re.sub(rf"\w*{GAP}\w*", GAP, self.text)
-        found = best.split()
-        title = " ".join(found[:8]) + ("" if len(found) <= 8 else f" {GAP}")
+        """Its first words: those of the second sentence, too, if gaps leave only a few."""
+        text = re.sub(rf"\w*{GAP}\w*", GAP, self.text)
+        sentences = re.split(r"(?<=[.:]) ", text)
+        words = sentences.pop(0).split()
+        while sentences and sum(word != GAP for word in words) < 4:
+            words += sentences.pop(0).split()
+        title = " ".join(words[:9]).rstrip(" .:,;") + ("" if len(words) <= 9 else f" {GAP}")
         return title + "`" * (title.count("`") % 2)
 
     def matches(self, message: str) -> bool:
@@ -230,7 +228,7 @@ def page() -> str:
     """The page, in Markdown."""
     messages, _ = read()
     lines = [
-        "---\nhide: [toc]\nsearch:\n  boost: 0.1\n---\n",
+        "---\nhide: [toc]\nsearch:\n  boost: 0.7\n---\n",
         "# All messages\n",
         f"All {len(messages)} errors and warnings of the package, read from its sources. Paste a message into the search "
         "field above, or search for its first words. The sign … stands for a value of your program. A message begins with "
