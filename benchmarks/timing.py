@@ -14,6 +14,7 @@ import pathlib
 import platform
 import re
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,7 +132,7 @@ def markdown(run: dict[str, Any]) -> str:
         f"# {run['title']}",
         f"{run.get('of', run['date'])}. {run['machine']}. {about}. "
         "Medians over repetitions in turns, with quartiles of the ratios.",
-        f"    {run['command']}",
+        " \\\n".join(f"    {line}" for line in textwrap.wrap(run["command"], 86, break_on_hyphens=False)),
     ]
     for part in run["parts"]:
         if isinstance(part, dict):
