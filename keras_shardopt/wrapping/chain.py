@@ -1,4 +1,4 @@
-"""The optimizers inside an optimizer."""
+"""Navigation in a chain of optimizers: the optimizers inside an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_shardopt.numerics import Optimizer, Variable
 
 
 class Wrapping:
-    """An optimizer of this package around another; `OptimizerWrapper` is the only one."""
+    """Base class of optimizers that wrap another one. `OptimizerWrapper` is the only direct subclass."""
 
     built: bool
     inner: Any
@@ -19,22 +19,22 @@ class Wrapping:
     _rollback: Any
 
     _needs_global_gradients: bool = False
-    """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
+    """Whether it reads gradients, so any optimizer that makes them global must be around it and not inside it."""
 
     _makes_gradients_global: bool = False
-    """Whether the gradients inside it are those of all replicas, or all towers, together."""
+    """Whether gradients inside it are global: those of all replicas, or all towers."""
 
     _keeps_state: bool = False
-    """Whether it has variables of its own, besides those of the inner optimizer."""
+    """Whether it has its own variables, in addition to those of the inner optimizer."""
 
     _skips_overflows: bool = False
-    """Whether it leaves out updates with gradients that are not finite."""
+    """Whether it skips updates with gradients that are not finite."""
 
     _shard_unit: Literal["element", "variable"] | None = None
-    """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
+    """The smallest unit of gradients that it can process correctly; None if it needs all gradients whole."""
 
     _adds_up_slices: bool = False
-    """Whether it adds up something of all elements: where state is divided into slices, one slice after another."""
+    """Whether it sums over all elements. With divided state, it sums slice by slice."""
 
     _takes_penalties: bool = False
     """Whether it adds the gradients of regularizers itself."""
@@ -43,18 +43,18 @@ class Wrapping:
     """Whether it scales the loss and unscales the gradients itself."""
 
     _leaves_out_updates: bool = False
-    """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
+    """Whether it skips updates with gradients that are not finite, itself and for any reason."""
 
 
 def innermost(optimizer: object) -> Any:
-    """The optimizer inside all wrappers: the one with the update rule, or the `MultiOptimizer` that has several."""
+    """Return the optimizer inside all wrappers: one with an update rule, or a `MultiOptimizer` of several."""
     while (inner := _inner_of(optimizer)) is not None:
         optimizer = inner
     return optimizer
 
 
 def base_optimizers(optimizer: object) -> list[Any]:
-    """Every optimizer with an update rule inside `optimizer`."""
+    """Return every optimizer with an update rule inside `optimizer`."""
     root = innermost(optimizer)
     return [
         leaf
@@ -64,7 +64,7 @@ def base_optimizers(optimizer: object) -> list[Any]:
 
 
 def descendants(optimizer: object) -> list[Any]:
-    """Every optimizer inside `optimizer`, wrappers and leaves."""
+    """Return every optimizer inside `optimizer`, wrappers and leaves."""
     found: list[Any] = []
     while (inner := _inner_of(optimizer)) is not None:
         found.append(inner)
@@ -73,26 +73,26 @@ def descendants(optimizer: object) -> list[Any]:
 
 
 def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
-    """The optimizer inside `optimizer` whose update rule `variable` follows."""
+    """Return the optimizer inside `optimizer` that updates `variable`."""
     found = base_optimizers(optimizer)
     if len(found) == 1:
         return found[0]
-    keys = keys_on_the_way_in(optimizer, variable)
+    keys = keys_of(optimizer, variable)
     return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class of the innermost optimizer, or the classes of several, which decides what the arrays of state mean.
+    """Return the class name of the innermost optimizer, or of several. It determines the meaning of state arrays.
 
-    The class's own name only: on PyTorch Keras has classes of the same name in other modules.
+    Only the class's own name, because on PyTorch Keras has classes of the same name in other modules.
     """
     found = base_optimizers(optimizer)
     names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))
     return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
 
 
-def keys_on_the_way_in(optimizer: Optimizer, variable: Variable) -> list[Any]:
-    """The keys of the variable, and of what stands for it further inside."""
+def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
+    """Return the keys of a variable, and of the variables that replace it further inside."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *descendants(optimizer)]:
         if isinstance(wrapper, Wrapping) and wrapper.built:
@@ -102,7 +102,7 @@ def keys_on_the_way_in(optimizer: Optimizer, variable: Variable) -> list[Any]:
 
 
 def children(optimizer: Optimizer) -> list[Any]:
-    """The optimizer right inside `optimizer`: several in a `MultiOptimizer`, none in one with an update rule."""
+    """Return the optimizers directly inside `optimizer`: several in a `MultiOptimizer`, none in a leaf."""
     inner = _inner_of(optimizer)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
@@ -114,7 +114,7 @@ def _inner_of(optimizer: object) -> Any:
 
 
 def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
-    """The optimizer itself, or the one of that name or config; errors name the `argument` of `caller`."""
+    """Return the optimizer of that name or config, or the optimizer itself. Errors name `caller` and `argument`."""
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):
@@ -133,28 +133,28 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
         if not isinstance(found, keras.optimizers.Optimizer):
             raise ValueError(f"a config of {with_article(found)}")
         return found
-    except Exception as error:  # a config that is none fails in many ways
+    except Exception as error:  # malformed configs fail in many ways
         raise ValueError(
-            f"`{argument}` must be the name or config of an optimizer that Keras knows. "
+            f"`{argument}` must be the name or config of a Keras optimizer. "
             f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
 
 
 def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
-    """Raises ValueError if something inside makes gradients global, which `outer` needs to be so already."""
+    """Raise ValueError if an optimizer inside makes gradients global, because `outer` needs global gradients."""
     if isinstance(inner, Wrapping) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
-            f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
-            f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            f"`{name}` must be inside `{other}`, not around it: outside it receives the gradients of one part of the "
+            f"batch only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
     for optimizer in children(inner):
         refuse_local_gradients(outer, optimizer)
 
 
 def shared_variables(optimizer: Optimizer) -> list[Variable]:
-    """The variables of an optimizer that are equal on all replicas."""
+    """Return the variables of an optimizer that are equal on all replicas."""
     return list(getattr(optimizer, "_shared_variables", optimizer.variables))
 
 
@@ -164,7 +164,7 @@ def scales_loss(optimizer: Optimizer) -> bool:
 
 
 def shown(optimizer: object) -> str:
-    """What stands for an optimizer in the `repr` of one that wraps it."""
+    """Return the text of an optimizer in the `repr` of its wrapper."""
     if isinstance(optimizer, Wrapping):
         return repr(optimizer)
     inner = _inner_of(optimizer)

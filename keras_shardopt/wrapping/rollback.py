@@ -1,18 +1,18 @@
-"""Restores what a forward pass has changed where its update is skipped.
+"""Restores variables that a forward pass has changed if its update is skipped.
 
-A forward pass in training mode assigns variables that no optimizer sees: moving statistics, seeds, counters. Each is
-noted before it is assigned for the first time since the last update, so that what nobody assigns (a frozen backbone)
-costs nothing, and what somebody else sets in between (`load_weights`) stays. On JAX, where a step is a function of all
-state, its state before and after is compared instead.
+A forward pass in training mode assigns variables outside the optimizer: moving statistics, seeds, counters. Their
+values are saved just before the first such assignment since the last update. So unassigned variables (a frozen
+backbone) cost nothing, and assignments between steps (`load_weights`) remain. On JAX, a step is a function of all
+state, so the states before and after it are compared instead.
 
-Metrics are not put back: they count all batches, as they do in Keras.
+Metrics are not restored. They count all batches, as in Keras.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether, and how, a layer is
         being called.
     `keras.src.backend.common.stateless_scope.in_stateless_scope` - whether assignments reach variables at all.
     `Variable._value` - the value without autocast.
-    `Layer._non_trainable_variables`, `_seed_generators` - what a layer has made as not trainable, and not frozen since.
+    `Layer._non_trainable_variables`, `_seed_generators` - variables created as not trainable, without frozen weights.
 """
 
 from __future__ import annotations
@@ -48,32 +48,31 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
-    """Puts back what forward passes have changed where `optimizer`, the outermost wrapper, skips an update.
+    """Restores changes of forward passes if `optimizer`, the outermost wrapper, skips an update.
 
     Args:
-        optimizer: an optimizer that is just being built.
-        accumulators: those of the `CrossShard` in it that accumulates, or None.
-        add_variable: makes variables for what must be kept within a window where steps are traced.
+        optimizer: an optimizer during its `build`.
+        accumulators: the `Accumulation` of the `CrossShard` that accumulates, or None.
+        add_variable: creates variables, for values kept over an accumulation window in traced steps.
     """
 
     def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
-        """Those of the `CrossShard` that accumulates, or None."""
+        """The `Accumulation` stage, or None."""
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
         self.variables: list[Variable] = changed_by_forward_passes(models)
-        """What is put back."""
-        # Those that were noted before; and notes of them, so that a step of `fit` notes all at once where it begins.
-        # That takes a fraction of what noting one after another does, of which small models would feel it.
-        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # modules assign them in silence
+        """The variables to restore."""
+        # The variables saved so far, and their entries. A step of `fit` saves them all at once when it begins. That
+        # takes a fraction of the time of separate saves, a difference that small models would feel.
+        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # their assignments cannot be hooked
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
-        self._entries: dict[int, _Note] = {}
+        self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []
-        """The values of `variables` when the window began, where Python does not see each step."""
-        # Whether Python runs for each step, and so can keep account.
-        sees_each_step = runtime.version(optimizer._iterations) is not None
-        if accumulators is not None and not sees_each_step and add_variable is not None:
+        """The values of `variables` at the start of the window, for traced steps."""
+        runs_each_step = runtime.version(optimizer._iterations) is not None  # Python does, so it can count
+        if accumulators is not None and not runs_each_step and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
                 for i, v in enumerate(self.variables)
@@ -81,107 +80,107 @@ class Rollback:
         for model in models:
             if runtime.updates_are_stateless:
                 mix_in(model, _RollsBackStateless)
-            elif sees_each_step:
+            elif runs_each_step:
                 mix_in(model, _RollsBack)
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer) -> Any:
-        """To be called before `optimizer` updates; returns what `settle` takes."""
-        note_assignments()
+        """Prepare for an update by `optimizer`. Return the argument for `settle`."""
+        save_before_assignments()
         return _Stamp(stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
-        """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
-        if optimizer._collects or _more_comes.get():
+        """Finish after `optimizer` has updated, skipped the update, or added to a window."""
+        if optimizer._collects or _more_gradients_follow.get():
             return
         after, window = stamp(optimizer._iterations), self.accumulators
         if isinstance(after, int):
             self._within_window = window is not None and not window.is_complete
             if not self._within_window:
-                self._forget() if after != before.value else self._put_back()
+                self._discard() if after != before.value else self._put_back()
             return
-        noted = self._noted()
-        self._forget()
-        if not noted:
+        saved = self._restorable()
+        self._discard()
+        if not saved:
             return
         skipped = ops.equal(before.value, after)
         if window is not None:
             skipped = ops.logical_and(skipped, window.is_complete)
             before_window = []
-            for variable, value in noted:
+            for variable, value in saved:
                 snapshot = self.snapshots[_position(variable, self.variables)]
                 value = ops.where(window.starts, value, ops.convert_to_tensor(snapshot))
                 snapshot.assign(value)
                 before_window.append((variable, value))
-            noted = before_window
-        variables = [variable for variable, _ in noted]
+            saved = before_window
+        variables = [variable for variable, _ in saved]
 
         def put_back(values: Sequence[Tensor]) -> None:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # Of what is inside this optimizer, as the counter is one replica's own where any part in there trains apart.
+        # The counter is local to a replica if replicas inside this optimizer decide on updates separately.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
-        apart = any(scope.updates_differ for scope in scopes)
-        runtime.cond(skipped, put_back, [value for _, value in noted], variables, communicates=not apart)
+        updates_differ = any(scope.updates_differ for scope in scopes)
+        runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)
 
-    def _noted(self) -> list[tuple[Variable, Tensor]]:
+    def _restorable(self) -> list[tuple[Variable, Tensor]]:
         found = []
         for variable in self.variables:
-            note = _notes.of(variable)
-            if note is None:
+            value = _saved.of(variable)
+            if value is None:
                 continue
-            if _is_in_reach(note):
-                found.append((variable, note))
-            elif _graphs is not None and _graphs.is_further_inside(note):
-                self._warn(f"Received: `{variable.path}`, assigned in a function or loop of its own.")
+            if _is_usable(value):
+                found.append((variable, value))
+            elif _graphs is not None and _graphs.is_further_inside(value):
+                self._warn(f"Received: `{variable.path}`, assigned in a nested function or loop.")
         return found
 
-    def _forget(self) -> None:
-        values = _notes.values
+    def _discard(self) -> None:
+        values = _saved.values
         for variable in self.variables:
             if values.pop(id(variable), None) is not None:
                 self._assigned[id(variable)] = variable
 
     def _put_back(self) -> None:
-        for variable, value in self._noted():
+        for variable, value in self._restorable():
             variable.assign(value)
-        self._forget()
+        self._discard()
         self._within_window = False
 
     def _warn(self, received: str) -> None:
         if not self._warned:
             self._warned = True
             warn(
-                "Where an update is skipped, moving statistics and seeds cannot be put back here, so that a NaN may "
-                f"stay in them. {received}",
+                "Moving statistics and seeds cannot be restored here after a skipped update, so they may keep a NaN. "
+                f"{received}",
             )
 
     # -- in the steps of `fit` -----------------------------------------------------------------------------------
 
     def _begin_step(self, is_compiled: bool) -> None:
-        """Where Python runs each step: what was noted before it, by a forward pass without an update, is over."""
+        """Discard values from earlier forward passes without an update. Runs if Python executes each step."""
         if self._within_window:
             for variable in self.variables if is_compiled else ():
-                _notes.keep(variable)
+                _saved.save_once(variable)
             return
-        self._forget()
-        if is_compiled and len(self._assigned) < len(self.variables):  # no assignment is seen there
+        self._discard()
+        if is_compiled and len(self._assigned) < len(self.variables):  # compiled code bypasses the hook
             self._assigned.update((id(variable), variable) for variable in self.variables)
         variables = list(self._assigned.values())
         values = [variable._value for variable in variables]
         if len(self._entries) == len(variables):
-            runtime.add_n([note.value for note in self._entries.values()], values, True)
+            runtime.add_n([entry.value for entry in self._entries.values()], values, True)
         else:
-            self._entries = {id(v): _notes.made(v, ops.copy(value)) for v, value in zip(variables, values)}
-        _notes.values.update(self._entries)
+            self._entries = {id(v): _saved.entry(v, ops.copy(value)) for v, value in zip(variables, values)}
+        _saved.values.update(self._entries)
 
     def settled(self, model: Any, state: Any, result: Any) -> Any:
-        """The result of a stateless `train_step`, of one replica perhaps, with what it should have left as it was."""
+        """Return the result of a stateless `train_step`, with variables restored if the update was skipped."""
         optimizer = model.optimizer
         if not _is_step_of_keras(model, state, result):
-            self._warn("Received: a `train_step` that does not take and return the four parts of Keras' own.")
+            self._warn("Received: a `train_step` with other inputs or outputs than the four parts of Keras' state.")
             return result
         if optimizer._collects:
             return result
@@ -207,23 +206,23 @@ class Rollback:
         return logs, (weights, others, after, metrics)
 
 
-_more_comes: contextvars.ContextVar[bool] = contextvars.ContextVar("more_comes", default=False)
+_more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("more_gradients_follow", default=False)
 
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """Within it, where more gradients come before there is an update, none counts as skipped."""
-    token = _more_comes.set(more_comes)
+    """Count no update as skipped during the block if more gradients follow before the next update."""
+    token = _more_gradients_follow.set(more_comes)
     try:
         yield
     finally:
-        _more_comes.reset(token)
+        _more_gradients_follow.reset(token)
 
 
 def rollback_of(optimizer: Optimizer) -> Rollback | None:
-    """What puts back what skipped updates leave behind, for a wrapper that is just being built; None if none are.
+    """Return the rollback for a wrapper during its `build`; None if nothing in it skips updates.
 
-    That is the affair of the outermost wrapper: those further inside lose theirs.
+    Only the outermost wrapper has one, so this removes those of wrappers further inside.
     """
     chain = [optimizer, *descendants(optimizer)]
     wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
@@ -234,7 +233,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
     accumulators = None if accumulating is None else accumulating.accumulation
-    # One from further inside may know neither the window nor, where state is divided, the model.
+    # An inner rollback may lack the window or, with divided state, the model.
     for rollback in made:
         if rollback.variables and rollback.accumulators is accumulators:
             return rollback
@@ -247,34 +246,34 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
 
 
 def leaves_out_updates(optimizer: Optimizer) -> bool:
-    """Whether it itself leaves out updates with gradients that are not finite."""
+    """Whether it skips updates with gradients that are not finite, itself."""
     return getattr(optimizer, "_leaves_out_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 class _Stamp:
-    """Holds what torch.compile must not look at, or it would compile anew for each number."""
+    """Hides a value from torch.compile, which would compile anew for each number."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def stamp(counter: Variable) -> Any:
-    """What changes with a counter: an int if that is known now, else its value."""
+    """Return a value that changes with the counter: an int if Python can read one now, a tensor otherwise."""
     version = runtime.version(counter)
     return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
 
 
-# Where a tensor from earlier may be one of another graph.
+# Backends where a saved tensor may belong to another graph.
 _graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"})
 
 
-def _is_in_reach(tensor: Tensor) -> bool:
-    """Whether a tensor from earlier can be used here."""
+def _is_usable(tensor: Tensor) -> bool:
+    """Whether a tensor saved earlier can be used in the current graph."""
     return _graphs is None or bool(_graphs.is_in_reach(tensor))
 
 
 def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
-    """What layers have made as not trainable, without weights that were frozen or quantized later, and metrics."""
+    """Return variables created as not trainable, without metrics and weights frozen or quantized later."""
     metrics = {id(v) for model in models for v in model.metrics_variables}
     found: dict[int, Variable] = {}
     for model in models:
@@ -303,13 +302,13 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
-    """Of these models what forward passes change and means can be taken of: moving statistics."""
-    own = {number for model in models for number in ids_of_states(model)}  # of each replica's rows
+    """Return the moving statistics of these models: variables changed by forward passes that can be averaged."""
+    own = {key for model in models for key in ids_of_states(model)}  # each replica's rows determine their values
     return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
 class _RollsBackStateless(keras.Model):
-    """A model whose skipped updates leave nothing, where steps return all state."""
+    """A model with rollback, for steps that return all state."""
 
     is_outermost = True  # it needs the state that the whole step returns
 
@@ -328,7 +327,7 @@ class _RollsBackStateless(keras.Model):
 
 
 class _RollsBack(keras.Model):
-    """A model that notes what a step may have to put back, where Python runs each step."""
+    """A model with rollback, if Python executes each step."""
 
     def train_step(self, data: Any) -> Any:
         rollback = getattr(self.optimizer, "_rollback", None)
@@ -337,101 +336,101 @@ class _RollsBack(keras.Model):
         return super().train_step(data)
 
 
-# -- noting --------------------------------------------------------------------------------------------------------
+# -- saving values before assignments ------------------------------------------------------------------------------
 
 
-class _Note(NamedTuple):
+class _SavedValue(NamedTuple):
     variable: weakref.ref[Any]
     value: Tensor
 
 
-class _Notes(threading.local):  # TensorFlow's replicas are threads
-    """What variables were before a forward pass assigned them."""
+class _SavedValues(threading.local):  # TensorFlow's replicas are threads
+    """The values of variables before a forward pass assigned them."""
 
     def __init__(self) -> None:
-        self.values: dict[int, _Note] = {}
-        """By the number that Python gives a variable as long as it lives."""
+        self.values: dict[int, _SavedValue] = {}
+        """By the variable's `id`."""
 
     def of(self, variable: Variable) -> Tensor | None:
-        known = self.values.get(id(variable))
-        return None if known is None or known.variable() is not variable else known.value
+        saved = self.values.get(id(variable))
+        return None if saved is None or saved.variable() is not variable else saved.value
 
-    def see(self, variable: Variable) -> None:
-        """To be called before a variable that is not trainable is assigned."""
+    def before_assignment(self, variable: Variable) -> None:
+        """Save the value of a non-trainable variable that a layer is about to assign, unless it is saved already."""
         call = global_state.get_global_attribute("current_call_ctx")
         if call is None:
             if id(variable) in self.values and not in_stateless_scope():
-                del self.values[id(variable)]  # whoever sets it now means it
+                del self.values[id(variable)]  # an assignment outside of layers must last
             return
-        known = self.of(variable)
-        if known is None or not _is_in_reach(known):
-            training = getattr(call, "training", None)  # perhaps a tensor
+        value = self.of(variable)
+        if value is None or not _is_usable(value):
+            training = getattr(call, "training", None)  # may be a tensor
             if training is not None and training is not False and not in_stateless_scope():
-                self.take(variable)
+                self.save(variable)
 
-    def keep(self, variable: Variable) -> None:
-        """Notes the value now, unless it is noted already."""
+    def save_once(self, variable: Variable) -> None:
+        """Save the current value, unless one is saved already."""
         if self.of(variable) is None:
-            self.take(variable)
+            self.save(variable)
 
-    def take(self, variable: Variable) -> None:
-        """Notes the value now."""
-        # On JAX it may be that of a scope; elsewhere without autocast.
+    def save(self, variable: Variable) -> None:
+        """Save the current value."""
+        # On JAX, the value may be the one of a stateless scope. On other backends, read it without autocast.
         now = variable.value if runtime.updates_are_stateless else variable._value
-        self.values[id(variable)] = self.made(variable, ops.copy(ops.convert_to_tensor(now)))
+        self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
-    def made(self, variable: Variable, value: Tensor) -> _Note:
-        """A note, which goes when the variable does."""
+    def entry(self, variable: Variable, value: Tensor) -> _SavedValue:
+        """Return an entry that is removed with its variable."""
         key, values = id(variable), self.values
-        return _Note(weakref.ref(variable, lambda _: values.pop(key, None)), value)
+        return _SavedValue(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 
 
-_notes = _Notes()
-_takes_notes = False
+_saved = _SavedValues()
+_is_saving = False
 _assign_in_keras = keras.Variable.assign
 
 
-def note_assignments() -> None:
-    """From now on what forward passes assign is noted. Doing it twice changes nothing."""
-    global _takes_notes
-    _takes_notes = True
+def save_before_assignments() -> None:
+    """Save values before forward passes assign them, from now on. Repeated calls do nothing."""
+    global _is_saving
+    _is_saving = True
     if not runtime.updates_are_stateless:
         install("skips")
 
 
-_watcher: Callable[[Variable], None] | None = None
+_before_assignment: Callable[[Variable], None] | None = None
 
 
 @contextlib.contextmanager
-def watching_layers(see: Callable[[Variable], None]) -> Iterator[None]:
-    """Within it `see(variable)` runs before a layer assigns a variable while it is called."""
-    global _watcher
-    note_assignments()
-    before, _watcher = _watcher, see
+def watching_layers(before_assignment: Callable[[Variable], None]) -> Iterator[None]:
+    """Call `before_assignment(variable)` before each assignment by a layer during the block."""
+    global _before_assignment
+    save_before_assignments()
+    previous, _before_assignment = _before_assignment, before_assignment
     try:
         yield
     finally:
-        _watcher = before
+        _before_assignment = previous
 
 
 def note_before_assignment(variable: Variable) -> None:
-    """Notes a variable that a loss has assigned, before the value reaches it."""
-    if _takes_notes:
-        _notes.take(variable)
+    """Save the value of a variable that a loss is about to assign."""
+    if _is_saving:
+        _saved.save(variable)
 
 
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
-    """Stands in for Keras' method."""
-    # Not where a step is compiled with no Python left in it.
+    """Replace `keras.Variable.assign`."""
+    # Compiled code without Python has no concrete values to save.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
-        _notes.see(variable)
-    if _watcher is not None and global_state.get_global_attribute("current_call_ctx") is not None:
-        _watcher(variable)
+        _saved.before_assignment(variable)
+    if _before_assignment is not None and global_state.get_global_attribute("current_call_ctx") is not None:
+        _before_assignment(variable)
     return _assign_in_keras(variable, value)
 
 
 def assign_noted(variable: Variable, value: Any) -> None:
-    """Assigns what a forward pass has made of a variable without assigning it; what it was before is noted."""
+    """Assign a forward pass's result that it returned instead of assigning it. Save the previous value."""
     note_before_assignment(variable)
     _assign_in_keras(variable, value)

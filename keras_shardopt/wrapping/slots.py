@@ -1,14 +1,14 @@
-"""The state of an optimizer by variable and name, as TensorFlow 1's optimizers gave it.
+"""The state of an optimizer by variable and slot name, with the interface of TensorFlow 1.
 
-Hides that a slot is found by its name only: `add_variable_from_reference` makes it of the variable's path.
+Hides that slots are found by name only: `add_variable_from_reference` derives the name from the variable's path.
 
 Private names of Keras touched here (test_private_names.py holds them):
-    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+    `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
     `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
-    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
-    `keras.src.utils.naming.to_snake_case` - makes the name of a layer of its class; Keras then adds a number.
+    `keras.src.backend.common.global_state` - holds "name_scope_stack", the start of variable paths.
+    `keras.src.utils.naming.to_snake_case` - converts a layer's class to its default name; Keras then adds a number.
 And of TensorFlow (tests/unit/wrapping/test_tensorflow_checkpoint.py holds it):
-    `checkpoint.util.serialize_slot_variables` - looks for `get_slot_names` in the `dir` of an object.
+    `checkpoint.util.serialize_slot_variables` - searches for `get_slot_names` in the `dir` of an object.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _STORES_SLOTS = ("serialize_slot_variables", "tensorflow.python.checkpoint.util"
 
 
 class SlotAccess:
-    """`get_name`, `get_slot_names` and `get_slot` for a `keras.optimizers.Optimizer`, which it is mixed into."""
+    """A mixin with `get_name`, `get_slot_names` and `get_slot` for a `keras.optimizers.Optimizer`."""
 
     name: str
     _var_key: Any
 
     def __dir__(self) -> list[str]:
-        # TensorFlow's checkpoints would store the slots of what has this method a second time, and refuse to.
+        # TensorFlow's checkpoints fail if they find this method, because they would store the slots twice.
         hidden = {"get_slot_names"} if is_running(*_STORES_SLOTS) else set()
         return [name for name in super().__dir__() if name not in hidden]
 
     def _optimizers_with_slots(self) -> Sequence[Any]:
-        """The optimizers whose state this is: a wrapper has that of others."""
+        """Return the optimizers that hold the state. A wrapper returns those inside it."""
         return [self]
 
     def get_name(self) -> str:
@@ -48,31 +48,28 @@ class SlotAccess:
         return self.name
 
     def get_slot_names(self) -> list[str]:
-        """The names of the state that is kept for each variable, sorted: for Adam `["momentum", "velocity"]`.
-
-        Empty before the optimizer is built.
-        """
+        """Return the sorted slot names, for Adam `["momentum", "velocity"]`. The list is empty before `build`."""
         return sorted({name for _, name, _ in self._slots()})
 
     def get_slot(self, variable: Variable, name: str) -> Variable | None:
-        """The state of that name for a trainable variable; of a wrapper, the inner optimizer's.
+        """Return the state of that name for a trainable variable; a wrapper returns the inner optimizer's.
 
         Args:
-            variable: one of the variables that the optimizer was built on.
+            variable: one of the trainable variables of the optimizer's build.
             name: one of `get_slot_names()`.
 
         Returns:
-            A `keras.Variable`; None, as in TensorFlow 1, if there is no such state (yet).
+            A `keras.Variable`; None, as in TensorFlow 1, if no such state exists.
         """
         keys = self._slot_keys(variable)
         return next((slot for key, n, slot in self._slots() if key in keys and n == name), None)
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
-        """The keys under which state may be kept for a variable."""
+        """Return the keys of this variable's slots."""
         return [self._var_key(variable)]
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """Key of the variable, name and state, for all state that was made like a trainable variable."""
+        """Yield the variable's key, the slot's name and the slot, for all slots."""
         for optimizer in self._optimizers_with_slots():
             variables = getattr(optimizer, "_trainable_variables", [])
             for position, name, slot in slots_of(optimizer, variables):
@@ -80,9 +77,9 @@ class SlotAccess:
 
 
 def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
-    """The state of an optimizer that belongs to a variable: its position, the state's name and the state itself."""
-    # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
-    # "a_b_momentum" belongs to "a/b", also where there is an "a".
+    """Yield the variable's position, the slot's name and the slot, for all slots of an optimizer."""
+    # Variables may share a path; their slots are created in the same order. The longest prefix is the right one:
+    # "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
     prefixes: dict[str, list[int]] = {}
     for position, variable in enumerate(variables):
         prefixes.setdefault(slot_prefix(variable), []).append(position)
@@ -91,40 +88,40 @@ def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tu
         matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
         if matching:
             prefix = max(matching, key=len)
-            sharing, place = prefixes[prefix], num_seen.get(slot.name, 0)
-            num_seen[slot.name] = place + 1
-            yield sharing[min(place, len(sharing) - 1)], slot.name[len(prefix) :], slot
+            sharing, occurrence = prefixes[prefix], num_seen.get(slot.name, 0)
+            num_seen[slot.name] = occurrence + 1
+            yield sharing[min(occurrence, len(sharing) - 1)], slot.name[len(prefix) :], slot
 
 
 def slot_prefix(variable: Variable) -> str:
-    """What the names of a variable's slots start with."""
+    """Return the prefix of the names of a variable's slots."""
     name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
     return name.replace("/", "_") + "_"
 
 
 def without_counters(paths: Sequence[str]) -> list[str]:
-    """Paths without the numbers that Keras adds to the names it makes itself: "dense_7/kernel" is "dense/kernel".
+    """Return paths without the numbers of Keras' automatic names: "dense_7/kernel" becomes "dense/kernel".
 
-    Those depend on what else a program has made, and on whether a layer was made by it or from a file. A name made by
-    Keras is that of a layer's class, and may stand within a longer one ("forward_lstm_1"). Numbers that a user has
-    given stay: "block_1" has one, unless there is a layer class `Block`.
+    These numbers depend on the other layers of a program, and on whether a layer comes from a file. An automatic name
+    is that of a layer class, possibly within a longer name ("forward_lstm_1"). Numbers in users' names remain:
+    "block_1" keeps its number unless a layer class `Block` exists.
     """
     counted = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(_automatic_names())})_\d+(?=_|$)")
     return ["/".join(counted.sub(r"\1", part) for part in path.split("/")) for path in paths]
 
 
 def without_numbers(paths: Sequence[str]) -> list[str]:
-    """Paths in which no name ends in a number, whoever has given it."""
+    """Return paths without a number at the end of names, whether automatic or not."""
     return ["/".join(re.sub(r"_\d+$", "", part) for part in path.split("/")) for path in paths]
 
 
 def without_digits(paths: Sequence[str]) -> list[str]:
-    """Paths in which no name ends in digits, with an underscore before them or without."""
+    """Return paths without digits at the end of names, with or without an underscore before them."""
     return ["/".join(re.sub(r"_?\d+$", "", part) for part in path.split("/")) for path in paths]
 
 
 def _automatic_names() -> list[str]:
-    """The names that Keras gives to layers and variables, without numbers, the longest first."""
+    """Return the automatic names of layers and variables, without numbers, longest first."""
     kinds: list[type] = [keras.layers.Layer, keras.Variable]
     for kind in kinds:
         kinds.extend(type.__subclasses__(kind))
@@ -133,7 +130,7 @@ def _automatic_names() -> list[str]:
 
 @contextlib.contextmanager
 def empty_name_scope() -> Iterator[None]:
-    """A scope in which the paths of variables do not depend on where they are made."""
+    """Make the paths of new variables independent of the current name scope."""
     stack = global_state.get_global_attribute("name_scope_stack")
     global_state.set_global_attribute("name_scope_stack", [])
     try:
@@ -143,7 +140,7 @@ def empty_name_scope() -> Iterator[None]:
 
 
 def named_like(variable: Variable, **arguments: Any) -> Variable:
-    """A new variable with the path and the name of another one."""
+    """Return a new variable with the path and the name of another one."""
     *scopes, name = str(getattr(variable, "path", variable.name)).split("/")
     with contextlib.ExitStack() as stack:
         stack.enter_context(empty_name_scope())

@@ -1,11 +1,11 @@
-"""The state of a wrapper and of what is inside it, as files have it.
+"""The state of a wrapper and of the optimizers inside it, in Keras' files.
 
-State is stored once, as the innermost optimizer would store it without wrappers, so that files move between `Adam()`
-and wrappers around it. What the wrappers keep themselves is in a group of its own.
+A file stores the state of the innermost optimizer in the same layout as without wrappers. So files can be exchanged
+between `Adam()` and a wrapper around it. The wrappers' own state is in a separate group.
 
 Private names of Keras touched here (a test holds each of them):
-    `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
-    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
+    `H5IOStore._h5_entry_group` - the group of an HDF5 file that contains an optimizer's arrays.
+    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - an object that the saver stores in a separate group.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
 """
 
@@ -29,32 +29,32 @@ from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 
-# Where processes can hold parts of one array.
+# Backends whose arrays can be divided among processes.
 _parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 
 
 class DividedState(Protocol):
-    """State of which each replica holds a part."""
+    """State divided among replicas."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """The shape of the whole; None where only another replica knows it."""
+        """Return the shape of the whole; None if only another replica has it."""
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """The whole, which all replicas call for together."""
+        """Return the whole. All replicas call it together."""
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Takes this replica's part of the whole."""
+        """Assign this replica's part of the whole."""
 
 
 class StoredOptimizer(Optimizer, Protocol):
-    """An `OptimizerWrapper`: the members that its files use."""
+    """The type of an `OptimizerWrapper`, with the members that its files use."""
 
     _inner_state: list[Variable]
     _loaded: Any
-    _loaded_own: Any
-    _saved_apart: WrapperState
+    _loaded_wrapper_state: Any
+    _saved_wrapper_state: WrapperState
     _divided_state: DividedState | None
     _load_inner: Callable[[Any], None]
     _slot_keys: Callable[[Variable], list[Any]]
@@ -63,55 +63,55 @@ class StoredOptimizer(Optimizer, Protocol):
 
 
 def load(optimizer: StoredOptimizer, store: Any) -> None:
-    """Lets a wrapper read a state, or keep it until it is built; see `OptimizerWrapper.load_own_variables`."""
+    """Load a state into a wrapper, or keep it until the build. See `OptimizerWrapper.load_own_variables`."""
     if not list(store.keys()):
-        warn(f"The file holds no optimizer state; that of {optimizer!r} stays as it is.")
+        warn(f"The file holds no optimizer state, so {optimizer!r} keeps its state.")
         return
     state = optimizer._inner_state
     if not optimizer.built:
-        arrays = _Loaded(store)
-        # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
+        arrays = _LoadedArrays(store)
+        # A never built optimizer stores only its learning rate and a counter of 0, and both can be assigned at once.
         fresh = len(arrays) == len(state) and not np.any(arrays.get("0", 0))
         if not fresh:
             optimizer._loaded = arrays
-            build_for_its_model(optimizer, arrays.notes)
+            build_for_its_model(optimizer, arrays.metadata)
             return
     elif len(state) > 2 and _was_never_built(store):
-        return  # `load_model` has built this one, and made it with the same rate
+        return  # `load_model` has built this optimizer with the same learning rate
     _check_fits(optimizer, store, state)
     _check_names(optimizer, store)
     optimizer._load_inner(store)
 
 
-def load_what_came_before(optimizer: StoredOptimizer) -> None:
-    """Assigns what was loaded before the optimizer was built."""
-    came = ((optimizer._loaded, optimizer), (optimizer._loaded_own, optimizer._saved_apart))
-    optimizer._loaded = optimizer._loaded_own = None
-    for arrays, target in came:
+def load_deferred(optimizer: StoredOptimizer) -> None:
+    """Assign the arrays that were loaded before the optimizer was built."""
+    loaded = ((optimizer._loaded, optimizer), (optimizer._loaded_wrapper_state, optimizer._saved_wrapper_state))
+    optimizer._loaded = optimizer._loaded_wrapper_state = None
+    for arrays, target in loaded:
         if arrays is not None:
             with runtime.init_scope():
                 target.load_own_variables(arrays)
 
 
-def build_for_its_model(optimizer: StoredOptimizer, notes: _Notes | None = None) -> None:
-    """Builds an optimizer for the model that is compiled with it, unless `notes` name other variables or another kind.
+def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None = None) -> None:
+    """Build an optimizer for the model compiled with it, unless `metadata` describes other variables or another class.
 
-    Counters, rates and scales can be read then before training starts. Otherwise training builds it: a layer may yet be
-    frozen, and a `train_step` may update some variables only.
+    This makes counters, learning rates and scales readable before training starts. Otherwise training builds it,
+    because layers may still be frozen, and a custom `train_step` may update only some variables.
     """
     model = model_compiled_with(optimizer)
     if model is None or not model.built:
         return
     variables = model.trainable_variables
-    if notes is not None and not (notes.kind in (None, kind_of(optimizer)) and _may_be_for(notes, model)):
+    if metadata is not None and not (metadata.kind in (None, kind_of(optimizer)) and _may_be_for(metadata, model)):
         return
     with placement.colocate_with(variables[0]) if variables else contextlib.nullcontext():
-        if variables and not processes.creates_variables_collectively():  # perhaps one process loads for all
+        if variables and not processes.creates_variables_collectively():  # only one process may be loading
             optimizer.build(variables)
 
 
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
-    """Assigns each variable its array, if all of them fit."""
+    """Assign each variable its array, after checking that all arrays fit."""
     _check_fits(optimizer, store, variables)
     divided = optimizer._divided_state
     for i, variable in enumerate(variables):
@@ -119,52 +119,54 @@ def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Varia
 
 
 def stored_value(optimizer: StoredOptimizer, variable: Variable) -> np.ndarray:
-    """What a file has for a variable of the state. Where replicas hold parts of it, all of them call this together."""
+    """Return the array that files hold for a state variable. If replicas divide it, all of them call this together."""
     divided: DividedState | None = optimizer._divided_state
     return whole_value(variable) if divided is None else divided.stored(variable)
 
 
 def whole_value(variable: Variable) -> np.ndarray:
-    """All of a variable. Processes that hold parts of it call this together."""
+    """Return the whole array of a variable. Processes that divide it call this together."""
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 
 def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
-    """The store, so that it also notes what the arrays are that `optimizer` writes to it."""
-    if isinstance(store, _Named):
+    """Return the store, wrapped so that writes of `optimizer` also describe the arrays."""
+    if isinstance(store, _AnnotatedStore):
         return store
     if not optimizer.built:
-        return _Named(store, _Notes({}, None, None))
-    return _Named(store, _Notes(_slots_in_state(optimizer), kind_of(optimizer), len(optimizer._trainable_variables)))
+        return _AnnotatedStore(store, _Metadata({}, None, None))
+    return _AnnotatedStore(
+        store, _Metadata(_slots_in_state(optimizer), kind_of(optimizer), len(optimizer._trainable_variables))
+    )
 
 
 def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
-    """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
+    """Return, by key of an array in files, the layer, the variable and the slot name."""
     if not optimizer.built:
         return {}
     variables = optimizer._trainable_variables
-    path_of = {key: _place(v) for v in variables for key in optimizer._slot_keys(v)}
+    path_of = {key: _layer_and_name(v) for v in variables for key in optimizer._slot_keys(v)}
     names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in optimizer._slots() if key in path_of}
     state = enumerate(optimizer._inner_state)
     return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
 
 
-def _may_be_for(notes: _Notes, model: Any) -> bool:
-    """Whether a state may be that of an optimizer which updates what is trainable now, all of it."""
-    mine = collections.Counter(without_digits([*{_place(v) for v in model.trainable_variables}]))
-    stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in notes.slots.values()}]))
-    if notes.num_variables is not None:  # some of them may have no slots
-        return notes.num_variables == len(model.trainable_variables) and stored <= mine
+def _may_be_for(metadata: _Metadata, model: Any) -> bool:
+    """Whether the file may be from an optimizer that updates exactly the model's trainable variables."""
+    mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
+    stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
+    if metadata.num_variables is not None:  # some variables may have no slots
+        return metadata.num_variables == len(model.trainable_variables) and stored <= mine
     return stored == mine if stored else has_built_in_step(model)
 
 
-def _place(variable: Variable) -> str:
-    """Layer and variable: models of the same layers may have other names."""
+def _layer_and_name(variable: Variable) -> str:
+    """Return the layer and name of a variable. Equal layers may be in models with different names."""
     return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 
 def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
-    # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
+    # Keras only warns, and trains with a fresh optimizer: the loss jumps without an obvious cause.
     if len(store.keys()) != len(variables):
         raise ValueError(
             f"The stored state must have {len(variables)} arrays, one for each of "
@@ -183,21 +185,21 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
 
 
 def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
-    """Refuses what names distinguish, where numbers and shapes agree."""
-    notes = _notes_in(store)
+    """Raise ValueError if arrays of the right shapes belong to other variables or another optimizer."""
+    metadata = _metadata_in(store)
     mine, kind = _slots_in_state(optimizer), kind_of(optimizer)
-    # Files from before the class was noted have numbers of their own in names, also in those given by users.
-    comparable = without_counters if notes.kind else without_numbers
-    keys = [key for key in mine if key in notes.slots]
-    found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (notes.slots, mine))
+    # Older files lack the class, and the numbers in their names may differ even in names given by users.
+    comparable = without_counters if metadata.kind else without_numbers
+    keys = [key for key in mine if key in metadata.slots]
+    found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (metadata.slots, mine))
     differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
-    # A program may count up names itself. The same names in another order are another architecture.
+    # A program may number its layers. The same names in another order mean another architecture.
     counted = [[_comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
-    received = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing]
-    if optimizer.built and notes.kind not in (None, kind):
-        received = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *received]
+    received = [f"`{metadata.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing]
+    if optimizer.built and metadata.kind not in (None, kind):
+        received = [f"state of `{metadata.kind}` where this optimizer is `{kind}`", *received]
     if received:
         raise ValueError(
             "The stored state must be that of the same variables and the same kind of optimizer. "
@@ -207,12 +209,12 @@ def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
 
 
 def _was_never_built(store: Any) -> bool:
-    """Whether the arrays are those of an optimizer before it is built: a counter at 0 and a rate."""
+    """Whether the arrays are those of an optimizer before its build: a counter of 0 and a learning rate."""
     return len(store.keys()) == 2 and not np.any(store["0"]) and all(np.ndim(store[key]) == 0 for key in ("0", "1"))
 
 
 def portable(config: Any) -> Any:
-    """Names torch's private optimizer classes by their public names, so that every backend can load the config."""
+    """Replace torch's private optimizer classes in a config by public names, which every backend can load."""
     if isinstance(config, dict):
         if str(config.get("module", "")).startswith(_TORCH_MODULE):
             config = {**config, "module": "keras.optimizers", "registered_name": None}
@@ -222,66 +224,66 @@ def portable(config: Any) -> Any:
     return config
 
 
-class _Notes(NamedTuple):
-    """What a file says about the arrays of an optimizer's state."""
+class _Metadata(NamedTuple):
+    """Attributes of a file that describe an optimizer's arrays."""
 
     slots: dict[str, str]
-    """By key, for some of them: the variable in its layer, and the name of the slot."""
+    """By key of an array, for some of them: the layer, the variable and the slot name."""
 
     kind: str | None
     """The class of the innermost optimizer."""
 
     num_variables: int | None
-    """How many variables it updates; None in files from before this was noted."""
+    """The number of variables that the optimizer updates; None in older files."""
 
 
-class _Named:
-    """A store that notes next to arrays what they are, in an HDF5 file, as attributes that others ignore."""
+class _AnnotatedStore:
+    """A store that adds attributes with metadata to arrays in an HDF5 file. Other readers ignore them."""
 
-    def __init__(self, store: Any, notes: _Notes) -> None:
+    def __init__(self, store: Any, metadata: _Metadata) -> None:
         self._store = store
-        self._notes = notes
+        self._metadata = metadata
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store[key] = value
         group = getattr(self._store, "_h5_entry_group", {})
-        notes: dict[str, Any] = {"slot": self._notes.slots.get(key)}
+        attributes: dict[str, Any] = {"slot": self._metadata.slots.get(key)}
         if key == "0":
-            notes |= {"optimizer": self._notes.kind, "variables": self._notes.num_variables}
-        for name, note in notes.items() if key in group else ():
-            if note is not None:
-                with contextlib.suppress(OSError):  # a disk that is full says so again when the file is closed
-                    group[key].attrs[name] = note
+            attributes |= {"optimizer": self._metadata.kind, "variables": self._metadata.num_variables}
+        for name, attribute in attributes.items() if key in group else ():
+            if attribute is not None:
+                with contextlib.suppress(OSError):  # a full disk raises again when the file is closed
+                    group[key].attrs[name] = attribute
 
 
-class _Loaded(dict[str, Any]):
-    """The arrays of a store, and what the file says about them."""
+class _LoadedArrays(dict[str, Any]):
+    """The arrays of a store, with the metadata of its file."""
 
     def __init__(self, store: Any) -> None:
         super().__init__({key: np.array(store[key]) for key in list(store.keys())})
-        self.notes = _notes_in(store)
+        self.metadata = _metadata_in(store)
 
 
-def _notes_in(store: Any) -> _Notes:
-    """What a store, or what was loaded from one, says about its arrays."""
-    if isinstance(store, _Loaded):
-        return store.notes
+def _metadata_in(store: Any) -> _Metadata:
+    """Return the metadata of a store, or of the arrays loaded from one."""
+    if isinstance(store, _LoadedArrays):
+        return store.metadata
     group = getattr(store, "_h5_entry_group", {})
     attributes = {key: getattr(group[key], "attrs", {}) for key in list(group)}
     kinds = [str(found["optimizer"]) for found in attributes.values() if "optimizer" in found]
     counts = [int(found["variables"]) for found in attributes.values() if "variables" in found]
     slots = {key: str(found["slot"]) for key, found in attributes.items() if "slot" in found}
-    return _Notes(slots, kinds[0] if kinds else None, counts[0] if counts else None)
+    return _Metadata(slots, kinds[0] if kinds else None, counts[0] if counts else None)
 
 
 def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
-    """The name of a slot and its variable without what may differ in files of the same model."""
+    """Return a slot's variable and name without the parts that may differ between files of the same model."""
     path, _, name = slot.rpartition(" ")
     return f"{comparable([path])[0]} {name}"
 
 
 class WrapperState(KerasSaveable):
-    """The variables that the wrappers of a chain keep themselves, as the saver wants them: an object with a group."""
+    """The variables of a chain's wrappers, as an object for which the saver creates a group."""
 
     def __init__(self, optimizer: StoredOptimizer) -> None:
         self._optimizer = optimizer
@@ -290,26 +292,26 @@ class WrapperState(KerasSaveable):
         return "Optimizer"
 
     def __dir__(self) -> list[str]:
-        return []  # nothing further inside for the saver
+        return []  # the saver stores no members
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes them."""
-        # Not before it is built, as some variables are made only then; until then all have their start values.
+        """Write the variables."""
+        # `build` creates some of the variables. Before it, all have their initial values.
         for i, variable in enumerate(self.variables if self._optimizer.built else []):
             store[str(i)] = stored_value(self._optimizer, variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads them. A file of the plain inner optimizer has none, and changes nothing here."""
+        """Read the variables. A file of the plain inner optimizer has none, and changes nothing."""
         optimizer = self._optimizer
         arrays = {key: np.array(store[key]) for key in list(store.keys())}
         if not arrays:
             return
         if not optimizer.built:
-            optimizer._loaded_own = arrays
+            optimizer._loaded_wrapper_state = arrays
             return
         assign_all(optimizer, arrays, self.variables)
 
     @property
     def variables(self) -> list[Variable]:
-        """What files have of the wrappers' state, from the inside out."""
+        """The wrappers' variables that files contain, from the innermost wrapper to the outermost."""
         return [v for wrapper in self._optimizer._wrappers for v in wrapper._lasting_state]

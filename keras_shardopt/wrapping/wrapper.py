@@ -1,17 +1,16 @@
 """A Keras optimizer around another one, with the interface and the files of the inner one.
 
-Hides everything that Keras, its callbacks and its saving expect of an optimizer that stands in for another:
-forwarding, building, stateless updates, files. A concrete wrapper fills in `transform_gradients` and the
-constructor, and is never subclassed; to vary it, wrap it. What else this package asks of wrappers begins with an
-underscore, so that their `help` shows what is for users.
+Hides how Keras, its callbacks and its saver use an optimizer: forwarding, building, stateless updates, files. A
+concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass it further; wrap it instead. Hooks
+for this package begin with an underscore, so `help` lists only members for users.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
-    `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
+    `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - the variables of the build.
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
-    `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
-        a `LossScaleOptimizer`.
+    `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that check whether an optimizer
+        is a `LossScaleOptimizer`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from keras_shardopt.wrapping.chain import (
     descendants,
     get_optimizer,
     innermost,
-    keys_on_the_way_in,
+    keys_of,
     refuse_local_gradients,
     scales_loss,
     shown,
 )
-from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, note_assignments, rollback_of
+from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, rollback_of, save_before_assignments
 from keras_shardopt.wrapping.slots import SlotAccess, empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
     DividedState,
     WrapperState,
     assign_all,
     load,
-    load_what_came_before,
+    load_deferred,
     named_store,
     portable,
 )
@@ -56,22 +55,22 @@ from keras_shardopt.wrapping.trackable import InCheckpoints
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Where gradients can be multiplied in the pass of an update.
+# Backends whose kernels multiply gradients within the update.
 _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
-_ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
+_CHECK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
 
 def _of_innermost(name: str, default: Any) -> property:
-    """A property that reads and writes `name` of the innermost optimizer."""
+    """Return a property that reads and writes `name` of the innermost optimizer."""
 
     def read(self: OptimizerWrapper) -> Any:
-        # The base class's constructor reads and writes these before there is an inner optimizer.
+        # The base class's constructor reads and writes these before an inner optimizer exists.
         return getattr(innermost(self), name, default) if self._inner else default
 
     def write(self: OptimizerWrapper, value: Any) -> None:
         if self._inner:
-            # From wrapper to wrapper, so that each one sees what is set from outside.
+            # Pass through every wrapper, because each may react to the assignment.
             inner = self.inner
             setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
 
@@ -79,15 +78,15 @@ def _of_innermost(name: str, default: Any) -> property:
 
 
 class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Optimizer):
-    """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
+    """Delegates to an inner optimizer. A subclass may change the gradients first.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or a name or config that `keras.optimizers.get` accepts.
-        name: str or None. None makes a name of the class name.
+        inner_optimizer: a `keras.optimizers.Optimizer`, or a name or config for `keras.optimizers.get`.
+        name: str or None. None derives the name from the class.
 
     Raises:
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
-        ValueError: if `inner_optimizer` is a name or config that Keras does not know.
+        ValueError: if `inner_optimizer` is an unknown name or config.
     """
 
     built: bool
@@ -95,17 +94,17 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     _trainable_variables: list[Variable]
 
     _inner: tuple[Any, ...] = ()
-    """The inner optimizer; empty while the base class is constructed."""
+    """The inner optimizer, as a tuple; empty during the base class's constructor."""
 
     _arguments: tuple[str, ...] = ()
-    """The constructor's other arguments that files hold as they are, in attributes of the same names."""
+    """The other constructor arguments that `get_config` stores unchanged, from attributes of the same names."""
 
     _scope: GradientScope = OUTSIDE
-    """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
+    """How gradients arrive here, set by the `CrossShard` around this optimizer."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
-        """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
+        """Whether `save_own_variables` runs collectives, so all replicas must call it."""
         return False
 
     _iterations = _of_innermost("_iterations", None)
@@ -126,25 +125,25 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self._init_around(inner, name)
 
     def _init_around(self, inner: Any, name: str | None) -> None:
-        """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
+        """Construct an optimizer around `inner`. It may be None if the subclass overrides `inner`."""
         install("optimizers")
         super().__init__(learning_rate=0.0, name=name)
-        # The base class's counter and rate would be saved and shown, and never change.
+        # Remove the base class's counter and learning rate: files would contain them, but they never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
         self._inner = (inner,)
-        self._loaded = self._loaded_own = None  # what was loaded before it is built
-        self._saved_apart = WrapperState(self)
+        self._loaded = self._loaded_wrapper_state = None  # arrays loaded before the build
+        self._saved_wrapper_state = WrapperState(self)
         self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
         if any(map(leaves_out_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
-            note_assignments()  # from here on: the first forward pass comes before the first update
+            save_before_assignments()  # now, because the first forward pass precedes the first update
 
-    # -- what a concrete wrapper fills in ------------------------------------------------------------------------
+    # -- hooks of concrete wrappers ------------------------------------------------------------------------------
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """The gradients that the inner optimizer shall see.
+        """Return the gradients for the inner optimizer.
 
         Args:
             grads: one tensor (on TensorFlow also `tf.IndexedSlices`) or None per variable.
@@ -157,12 +156,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return grads
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Lets the inner optimizer update `variables` with gradients that are transformed already."""
+        """Update `variables` through the inner optimizer, with transformed gradients."""
         variables = self._variables_inside(variables)
         if self._observer is not None:
             self._observer.before_update(self, grads, variables)
-        # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
-        # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
+        # On JAX, a conditional `apply` (LossScaleOptimizer) would assign traced values inside a branch, which JAX
+        # forbids. `stateless_apply` avoids that. It needs all variables at once.
         if runtime.updates_are_stateless and _same(variables, self.inner._trainable_variables):
             state = self.inner.variables
             new = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in variables])
@@ -174,55 +173,55 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _hands_over(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
-        """Whether the inner optimizer multiplies these gradients, of the update that comes, by scalars or None."""
+        """Pass scalar factors of gradients (or None) to the next update's kernel. Return whether it applies them."""
         if _kernels is None or self._observer is not None:
             return False
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
 
     def _inner_is_built(self) -> None:
-        """Called once, by `build`, when there is all state and nothing has been loaded into it."""
+        """Handle the end of `build`, once: all state exists, and nothing is loaded into it yet."""
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """What the inner optimizer updates in place of these variables; asked once before it is built."""
+        """Return the variables that the inner optimizer updates instead of these. Called once before its build."""
         return list(variables)
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """Key of the trainable variable, name and state, for the state of its own that it keeps per variable."""
+        """Yield the trainable variable's key, the slot's name and the slot, for this wrapper's own slots."""
         return iter(())
 
     @property
     def _lasting_state(self) -> list[Variable]:
-        """Which of the variables of its own go into files; it keeps those that a step leaves for the next ones."""
+        """The wrapper's own variables in files. The rest only pass values between steps."""
         return list(self._variables)
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """Which of the variables of its own hold another value on each replica."""
+        """The wrapper's own variables with a different value on each replica."""
         return []
 
     def _on_outer_loss_scaling(self) -> None:
-        """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
+        """Handle a `keras.optimizers.LossScaleOptimizer` around this wrapper, directly or further out."""
         if isinstance(self.inner, OptimizerWrapper):
             self.inner._on_outer_loss_scaling()
 
     # -- building ------------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates the inner optimizer's state for these trainable variables. Building again changes nothing."""
+        """Create the inner optimizer's state for these trainable variables. Repeated calls do nothing."""
         if self.built:
             return
         variables = list(variables)
-        if _is_in_loss_scaling("build"):  # where Keras' MultiOptimizer stands between it and us
+        if _is_in_loss_scaling("build"):  # a `MultiOptimizer` is between it and this wrapper
             self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
-                "An inner optimizer can be used for one model only. "
-                f"Received: {with_article(self.inner)} that was built for other variables. Make a new one."
+                "An inner optimizer cannot be used for two models. "
+                f"Received: {with_article(self.inner)} that was built for other variables. Create a new one."
             )
         if not self.inner.built:
-            # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
-            # Tracking stays on: Adafactor counts on it for variables that it does not use.
+            # TensorFlow builds inside `apply`, in a name scope; variable paths must not depend on it.
+            # Keep tracking on: Adafactor needs it for variables that it does not use.
             with empty_name_scope():
                 self.inner.build(inside)
         self._trainable_variables = variables
@@ -231,28 +230,28 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self.built = True
         self._inner_is_built()
         self._rollback = rollback_of(self)
-        load_what_came_before(self)
+        load_deferred(self)
         self._restore_deferred()
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer."""
-        # Not called `inner_optimizer`: Keras' callbacks would unwrap that one level, and miss the innermost.
+        # With the name `inner_optimizer`, Keras' callbacks would unwrap one level and miss the innermost optimizer.
         return self._inner[0]
 
     @property
     def variables(self) -> list[Variable]:
-        """The state of the innermost optimizer, as without wrappers, then that of the wrappers around it."""
+        """The state of the innermost optimizer, as without wrappers, then the state of the wrappers around it."""
         if not self._inner:
             return self._variables[:]
         own = [v for wrapper in self._wrappers for v in wrapper._variables]
-        # What an observer keeps for the time it watches is part of the state of a compiled step, but of no file.
+        # A compiled step carries the temporary variables of an observer. Files exclude them.
         watched = [(w, w._observer) for w in self._wrappers if w._observer is not None]
         return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
 
     @property
     def _wrappers(self) -> list[OptimizerWrapper]:
-        """This one and those that it is right around, from the inside out."""
+        """This wrapper and those nested directly inside it, from the innermost to the outermost."""
         inner = self.inner
         return [*(inner._wrappers if isinstance(inner, OptimizerWrapper) else []), self]
 
@@ -262,19 +261,21 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _shared_variables(self) -> list[Variable]:
-        """Those of `variables` that are equal on all replicas."""
-        apart = {id(v) for o in [self, *descendants(self)] if isinstance(o, OptimizerWrapper) for v in o._replica_state}
-        return [v for v in self.variables if id(v) not in apart]
+        """The variables that are equal on all replicas."""
+        differ = {
+            id(v) for o in [self, *descendants(self)] if isinstance(o, OptimizerWrapper) for v in o._replica_state
+        }
+        return [v for v in self.variables if id(v) not in differ]
 
     def _observe(self, observer: Any) -> None:
-        """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
+        """Pass the gradients of each update to `observer`, before and after the transform. None ends that.
 
-        A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
+        Compiled steps must be recompiled afterwards, because the number of `variables` changes.
         """
         self._observer = observer
 
     def _position(self, variable: Variable) -> int:
-        """The position of a trainable variable among those that the optimizer was built on."""
+        """Return the index of a trainable variable among those of `build`."""
         found: int = self._trainable_variables_indices[self._var_key(variable)]
         return found
 
@@ -282,15 +283,15 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
+        """Update the variables. See `keras.optimizers.Optimizer.apply`."""
         grads = list(grads)
         if not grads:
             return
         if not self.built:
             if trainable_variables is None:
                 raise ValueError(
-                    "`trainable_variables` must be given on the first call, or the optimizer built before. "
-                    f"Call `{type(self).__name__}.build(trainable_variables)` first."
+                    "The first `apply` needs `trainable_variables`, because the optimizer is not built. "
+                    f"Pass them, or call `{type(self).__name__}.build(trainable_variables)` first."
                 )
             self.build(trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
@@ -313,7 +314,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @runtime.no_autograph
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
+        """Update the variables of (gradient, variable) pairs. Return the update counter."""
         grads, variables = zip(*grads_and_vars)
         self.apply(list(grads), list(variables))
         return self._iterations
@@ -330,7 +331,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _finalize_inner(self, variables: Sequence[Variable]) -> None:
         self.inner.finalize_variable_values(variables)
         if runtime.updates_are_stateless and self.use_ema:
-            # Keras puts the arrays of the averages into the weights. A step gives up either, and then both are gone.
+            # Keras assigns the averages' arrays to the weights. A compiled step donates both, so copy them.
             for variable in variables:
                 variable.assign(keras.ops.copy(variable.value))
 
@@ -341,9 +342,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def _incoming_scale(self) -> Any:
-        """By what the gradients that arrive here are too large, because the loss was scaled.
+        """Return the factor of incoming gradients from loss scaling.
 
-        1 unless `loss_scale_factor` is set or an inner optimizer scales the loss: those unscale further inside.
+        It is 1 unless `loss_scale_factor` is set or an inner optimizer scales the loss and unscales the gradients.
         """
         return self.inner.scale_loss(1.0)
 
@@ -357,9 +358,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         yield from super()._slots()
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
-        return keys_on_the_way_in(self, variable)
+        return keys_of(self, variable)
 
-    # -- what callbacks read and write ---------------------------------------------------------------------------
+    # -- attributes that callbacks read and write ------------------------------------------------------------------
 
     @property
     def iterations(self) -> keras.Variable:
@@ -368,7 +369,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate; it can be set."""
+        """The inner optimizer's learning rate. It can be assigned."""
         return self.inner.learning_rate
 
     @learning_rate.setter
@@ -377,7 +378,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def loss_scale(self) -> keras.Variable | float:
-        """By what the loss is multiplied now: a scalar variable or a number; 1.0 where nothing inside scales it."""
+        """The current factor of the loss, as a scalar variable or a float; 1.0 without loss scaling inside."""
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
             return inner.loss_scale
@@ -387,12 +388,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def skipped_steps(self) -> keras.Variable | int:
-        """How many updates an overflow has prevented so far: a scalar variable, or 0 where nobody counts them."""
+        """The number of updates skipped because of an overflow, as a scalar variable; 0 if nothing counts them."""
         return self.inner.skipped_steps if isinstance(self.inner, OptimizerWrapper) else 0
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers of an inner `keras.optimizers.MultiOptimizer`; an AttributeError where there is none."""
+        """The optimizers of an inner `keras.optimizers.MultiOptimizer`. Raises AttributeError without one."""
         several: list[keras.optimizers.Optimizer] = innermost(self).optimizers
         return several
 
@@ -402,71 +403,68 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):  # what is state is added as such
+        if name.startswith("_"):  # bypass Keras' tracking: state is added explicitly
             object.__setattr__(self, name, value)
             return
-        # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
-        # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
-        # that where the old value is the new one.
+        # The constructor of a LossScaleOptimizer assigns this attribute to its inner optimizer, and `compile` calls
+        # that constructor. No hook runs earlier. The property's setter would miss it: on TensorFlow, Keras skips
+        # assignments of an equal value.
         if name == "loss_scale_factor" and self._inner and _is_in_loss_scaling("__init__"):
             self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class, but a `LossScaleOptimizer`'s where Keras asks whether the loss is scaled already.
+        """The class, but `LossScaleOptimizer` if Keras checks for existing loss scaling.
 
-        Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
-        put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
-        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
-        called as usual, and refuses.
+        Keras checks only the outermost optimizer. `compile` would add another `LossScaleOptimizer` under the
+        "mixed_float16" policy, and `MultiOptimizer` cannot contain one. `isinstance` tests the type before `__class__`,
+        so it still finds the real class. If Keras checks elsewhere one day, `_on_outer_loss_scaling` raises.
         """
-        asks = caller_module() in _ASK_FOR_LOSS_SCALING and any(self._inner)
-        is_scaled = asks and any(map(scales_loss, [self, *descendants(self)]))
+        checks = caller_module() in _CHECK_FOR_LOSS_SCALING and any(self._inner)
+        is_scaled = checks and any(map(scales_loss, [self, *descendants(self)]))
         return keras.optimizers.LossScaleOptimizer if is_scaled else type(self)
 
     def __dir__(self) -> list[str]:
-        # The saver walks what is listed here, and would store the inner optimizer's state once more.
+        # The saver walks these names, and would store the inner optimizer's state twice.
         return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     @property
     def wrapper_state(self) -> Any:
-        """What the wrappers keep themselves, for the saver: a group of its own, next to the inner optimizer's state.
+        """The wrappers' own state, as an object with a separate group in files; None if no wrapper has state.
 
-        So a file of `Adam()` and one of a wrapper around it hold the same arrays under the same names, and each can
-        read the other's. None where no wrapper keeps anything.
+        The other groups are the same in files of `Adam()` and of a wrapper around it, so each can load the other's.
         """
         chain = [self, *descendants(self)]
         kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
-        return self._saved_apart if kept else None
+        return self._saved_wrapper_state if kept else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Assigns one array to each of `variables`."""
+        """Assign one array to each of `variables`."""
         if not self.built:
             raise ValueError(
-                "The optimizer must be built before its weights can be set. "
+                "Cannot set weights because the optimizer is not built. "
                 f"Call `{type(self).__name__}.build(trainable_variables)` first."
             )
         assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state as the inner optimizer would without a wrapper, with its class and a name for each slot."""
+        """Write the state as the inner optimizer would without a wrapper, with its class and a name per slot."""
         self.inner.save_own_variables(named_store(self, store))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads a state that this wrapper, or its plain inner optimizer, has written.
+        """Load a state that this wrapper, or its plain inner optimizer, has saved.
 
-        An optimizer that is not built yet is built for the model that is compiled with it, so that `iterations` and
-        `learning_rate` can be read at once. Without such a model, with state of other variables, and on several
-        processes of JAX or TensorFlow, the arrays are kept and assigned when training builds it. Where there are none,
-        as in a file of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
+        If the optimizer is not built, this builds it for the model compiled with it, so `iterations` and
+        `learning_rate` are readable at once. The arrays are kept until training builds the optimizer if no such model
+        exists, the variables differ, or several processes of JAX or TensorFlow run. An empty state warns, as in Keras.
 
         Raises:
-            ValueError: if the number of the arrays or the shape of one does not fit; or its name, or the class of the
-                innermost optimizer, which a wrapper notes in an HDF5 file. Numbers that Keras adds to names may
-                differ. Nothing is assigned then.
+            ValueError: if the number of arrays or a shape differs. In an HDF5 file written by a wrapper, also if a name
+                or the class of the innermost optimizer differs; numbers that Keras adds to names may differ. Nothing
+                is assigned.
         """
         load(self, store)
         if self.built:
@@ -474,7 +472,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _divided_state(self) -> DividedState | None:
-        """What knows the whole of the state, where each replica holds a part of it."""
+        """The divided state of the inner optimizers, which can gather the whole; None if it is not divided."""
         inner = self.inner
         return inner._divided_state if isinstance(inner, OptimizerWrapper) else None
 
@@ -482,7 +480,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self.inner.load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
+        """See `keras.optimizers.Optimizer.get_config`. Includes the config of the inner optimizer."""
         return {
             "name": self.name,
             "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),
@@ -491,7 +489,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """The reverse of `get_config`. `config` is left as it is."""
+        """Create an optimizer from the result of `get_config`, without changing `config`."""
         config = dict(config)
         inner = portable(config.pop("inner_optimizer"))
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
@@ -500,7 +498,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return f"{type(self).__name__}({shown(self.inner)}{self._repr_arguments()})"
 
     def _repr_arguments(self) -> str:
-        """The other constructor arguments, as `", key=value"`."""
+        """Return the other constructor arguments, as `", key=value"`."""
         return "".join(f", {name}={getattr(self, name)!r}" for name in self._arguments)
 
 
@@ -509,5 +507,5 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _is_in_loss_scaling(method: str) -> bool:
-    """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
+    """Whether this method of a `keras.optimizers.LossScaleOptimizer` is running, further up the stack."""
     return running_instance(keras.optimizers.LossScaleOptimizer, method) is not None

@@ -413,7 +413,7 @@ def test_another_optimizer_than_that_of_compile_is_left_alone_with_a_warning():
     built.second = skipping(inner())
     built.second.build(built.trainable_variables)
     built.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"cannot be put back here.*other than `model.optimizer`"):
+    with pytest.warns(UserWarning, match=r"cannot be restored here.*other than `model.optimizer`"):
         built.fit(joined(x), joined(y), batch_size=ROWS, shuffle=False, verbose=0)
 
 

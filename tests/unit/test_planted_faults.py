@@ -598,8 +598,8 @@ FAULTS = [
     ),
     fault(  # the first replica decides for all
         "wrapping/rollback.py",
-        "apart = any(scope.updates_differ for scope in scopes)",
-        "apart = False",
+        "updates_differ = any(scope.updates_differ for scope in scopes)",
+        "updates_differ = False",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         backend="tensorflow",
     ),
@@ -1190,7 +1190,7 @@ FAULTS = [
     ),
     fault(
         "wrapping/rollback.py",
-        "                del self.values[id(variable)]  # whoever sets it now means it",
+        "                del self.values[id(variable)]  # an assignment outside of layers must last",
         "                pass",
         "promises/test_skipped_updates_leave_nothing.py::"
         "test_what_others_set_between_a_forward_pass_and_its_update_stays",
