@@ -1,1 +1,1 @@
-"""Who owns which part of the optimizer state."""
+"""Optimizer state divided among replicas."""

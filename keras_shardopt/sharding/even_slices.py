@@ -1,8 +1,8 @@
-"""Optimizer state in slices of one length, for replicas that run one program and hold a copy of each variable.
+"""Optimizer state in slices of equal length, for replicas that run one program with copies of each variable.
 
-Hides where slices lie. Each trainable variable is flattened, filled up with zeros, and cut into as many slices as there
-are replicas. The inner optimizer is built on a stand-in for it, as long as a slice, of which each replica's copy holds
-another one; so do the copies of its state. All replicas run the same program, with the same shapes, on their own copy.
+Hides the layout of slices. Each trainable variable is flattened, zero-padded and split into one slice per replica. The
+inner optimizer is built on stand-ins with the length of a slice. Each replica's copy of a stand-in, and of its state,
+has the values of another slice. So all replicas run the same program with the same shapes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from keras_shardopt.sharding.shards import OneProgramShards, flattened
 from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.wrapping.slots import named_like
 
-# Where the copies of a variable can be slices of one whole.
+# Backends whose copies of a variable can be slices of a whole.
 _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
 class PaddedShards(OneProgramShards):
-    """What each replica of this program owns: as many elements of each variable as any other.
+    """Divides each variable into slices of equal length, one per replica of this program.
 
     Args:
         optimizer: the `CrossShard`, around optimizers that are not built.
-        variables: the trainable variables, of which each replica has a copy.
+        variables: the trainable variables, with a copy on each replica.
         num_replicas: int >= 2.
 
     Raises:
@@ -60,12 +60,12 @@ class PaddedShards(OneProgramShards):
         if whole:
             constrained = [variable.path for variable in whole if variable.constraint is not None]
             others = [variable.path for variable in whole if variable.constraint is None]
-            seen = [f"{optimizer.inner!r}, which must see {others} whole"] if others else []
-            seen += [f"constraints of {constrained}"] if constrained else []
+            problems = [f"{optimizer.inner!r}, which needs {others} whole"] if others else []
+            problems += [f"constraints of {constrained}"] if constrained else []
             raise ValueError(
-                "With `shard_state=True` under a TensorFlow strategy everything must be able to update variables in "
-                f"parts. Received: {', and '.join(seen)}. Use `shard_state=False`; on PyTorch and JAX such state can "
-                "be divided."
+                "With `shard_state=True` under a TensorFlow strategy, every variable must allow updates in parts. "
+                f"Received: {', and '.join(problems)}. Use `shard_state=False`; on PyTorch and JAX such state can be "
+                "divided."
             )
         self._starts_with_weights = holds_weights(self._leaf, self.variables)
 
@@ -75,13 +75,13 @@ class PaddedShards(OneProgramShards):
         variable = self.variables[i]
         if i not in self._divided:
             return variable
-        # Each replica's copy gets its slice before each update.
+        # Each replica's copy is assigned its slice before each update.
         arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
         with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
     def bind_state(self, optimizer: ReducingOptimizer) -> None:
-        """Looks at the state, now that the inner optimizers are built."""
+        """Map state to variables and initialize it, after the inner optimizers are built."""
         masters = self._find_slots(optimizer)
         with runtime.init_scope():
             for i, master in masters:
@@ -93,17 +93,17 @@ class PaddedShards(OneProgramShards):
                 _copies.store_whole(variable, self.stored_shape(variable))
 
     def _start(self) -> None:
-        """Gives each replica the state that belongs to its own slices, before the first update."""
+        """Initialize each replica's state from its slices of the weights, before the first update."""
         values = [placement.replica_values(variable)[0] for variable in self.variables]
         rows = [
             self._rows(i, array) if i in self._divided else [array] * self.num_replicas
             for i, array in enumerate(values)
         ]
-        everyones = [
+        states = [
             placement.outside_strategy(functools.partial(first_state, self._leaf, self.variables, mine))
             for mine in zip(*rows)
         ]
-        for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
+        for variable, arrays in zip(self._leaf.variables, zip(*states)):
             if self.is_divided(variable):
                 placement.assign_replica_values(variable, arrays)
 
@@ -119,7 +119,7 @@ class PaddedShards(OneProgramShards):
     # -- the update ----------------------------------------------------------------------------------------------
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Lets `inner` update each replica's slices with their gradients, and gives all replicas the new weights."""
+        """Update each replica's slices through `inner`, and give all replicas the new weights."""
         for i in self._divided:
             own = self._slice(i, flattened(self.variables[i]), replicas.replica_id)
             self.stand_ins[i].assign(own)
@@ -128,7 +128,7 @@ class PaddedShards(OneProgramShards):
         self._all_gather_weights([i for i in self._divided if i in given], replicas)
 
     def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:
-        """Gives every replica the slices of all others."""
+        """Give every replica the slices of all other replicas."""
         for dtype in dict.fromkeys(dtype_of(self.variables[i]) for i in positions):
             alike = [i for i in positions if dtype_of(self.variables[i]) == dtype]
             own = ops.concatenate([ops.convert_to_tensor(self.stand_ins[i]) for i in alike])
@@ -143,7 +143,7 @@ class PaddedShards(OneProgramShards):
                 start = stop
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Lets `inner` set the final values of the weights. Called outside of the replicas' program."""
+        """Let `inner` set the final values of the weights. Call it outside of the replicas' program."""
         for i in self._divided:
             placement.assign_replica_values(
                 self.stand_ins[i], self._rows(i, placement.replica_values(self.variables[i])[0])
@@ -155,7 +155,7 @@ class PaddedShards(OneProgramShards):
     # -- files ---------------------------------------------------------------------------------------------------
 
     def _rows(self, i: int, array: Any) -> list[np.ndarray]:
-        """The replicas' slices of a whole array."""
+        """Return the replicas' slices of a whole array."""
         array = np.asarray(array).reshape(-1)
         rows = np.zeros((self.num_replicas * self._chunks[i],), array.dtype)
         rows[: array.size] = array
@@ -166,13 +166,13 @@ class PaddedShards(OneProgramShards):
         return whole.reshape(tuple(self.variables[i].shape))
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """The whole of this state."""
+        """Return the whole of this state."""
         if self.is_divided(variable):
             return self._joined(self._slots[id(variable)], variable)
         return ops.convert_to_numpy(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Gives each replica its part of a whole state."""
+        """Assign each replica its part of the whole array."""
         if self.is_divided(variable):
             placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
         else:
@@ -181,7 +181,7 @@ class PaddedShards(OneProgramShards):
     # -- the report ----------------------------------------------------------------------------------------------
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """What each replica holds of this state."""
+        """Return the bytes of this state on each replica."""
         held = whole = 0
         replicated = []
         for variable in state:
@@ -189,6 +189,6 @@ class PaddedShards(OneProgramShards):
             held += size
             whole += int(np.prod(self.stored_shape(variable))) * item_size(variable)
             if not self.is_divided(variable):
-                why = "a number" if not len(variable.shape) else "it belongs to no variable that is divided"
+                why = "a scalar" if not len(variable.shape) else "it belongs to no variable that is divided"
                 replicated.append((variable.path, size, why))
         return MemoryReport([held] * self.num_replicas, whole, replicated)

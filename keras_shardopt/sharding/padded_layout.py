@@ -1,8 +1,8 @@
-"""Optimizer state laid out over the devices of one program, also of variables that have no dimension to divide.
+"""Optimizer state laid out over the devices of one program, including variables without a divisible dimension.
 
-JAX divides an array only along a dimension that the number of devices divides. A variable without one gets a stand-in:
-its elements and padding in one row per replica. The inner optimizer is built on the stand-ins, so its state has their
-shape and is laid out by rows. Files hold the shape of the variable.
+JAX divides an array only along a dimension that is a multiple of the number of devices. Other variables get a stand-in:
+the elements and padding in one row per replica. The inner optimizer is built on the stand-ins, so its state has their
+shape and is divided by rows. Files contain the shape of the variable.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
 _MAX_OVER_IDEAL = 1.02
-"""How much more than an equal share a replica may hold before variables are padded."""
+"""The largest share, relative to an equal share, for which variables are not padded."""
 
 
 class PaddedLayout(OneProgramShards):
-    """State of which each replica holds an equal share, padded to the next element per variable.
+    """Divides state into equal shares, padding each variable by less than one element per replica.
 
     Args:
         optimizer: the `CrossShard`, around optimizers that are not built.
@@ -48,10 +48,10 @@ class PaddedLayout(OneProgramShards):
         keep_exclusions(optimizer, self.variables, self.inside)
 
     def _may_pad(self, optimizer: ReducingOptimizer) -> list[bool]:
-        """Whether each variable may be updated in another shape."""
+        """Return whether each variable can be updated in another shape."""
         try:
             return are_elementwise_inside(optimizer, self.variables)
-        except ValueError:  # an update that depends on several variables, which a layout permits
+        except ValueError:  # the update depends on several variables, as layouts permit
             return [False for _ in self.variables]
 
     def _stand_in(self, i: int) -> Variable:
@@ -63,15 +63,15 @@ class PaddedLayout(OneProgramShards):
         return stand_in
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """A flat tensor with padding, one row per replica."""
+        """Return a flat tensor with padding, in one row per replica."""
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
-        # Said in full: left to itself, XLA moves the elements between devices to reshape them.
+        # Give every layout explicitly: otherwise XLA moves elements between devices to reshape them.
         rows = ops.reshape(ops.pad(self._laid_out(flat, False), (0, missing)), (self.num_replicas, length))
         return self._laid_out(rows, True)
 
     def _laid_out(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        """A tensor divided by rows, or whole on each device; unchanged inside `shard_map`."""
+        """Return a tensor divided by rows, or whole on each device. Inside `shard_map` it stays unchanged."""
         distribution = keras.distribution.distribution()
         if distribution is None or not isinstance(runtime.communicator(self._axis_name), GlobalView):
             return tensor
@@ -83,18 +83,18 @@ class PaddedLayout(OneProgramShards):
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
 
     def bind_state(self, optimizer: ReducingOptimizer) -> None:
-        """Finds the state of padded variables, now that the inner optimizers are built."""
+        """Map state to padded variables, after the inner optimizers are built."""
         self._find_slots(optimizer)
         own = {id(v) for v in optimizer._variables}
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Gradients in the shapes of the stand-ins; some come so from the reduction."""
+        """Return gradients in the shapes of the stand-ins. The reduction may have done so already."""
         inside = self.inside(variables)
         return [
             grad
             if grad is None or stand_in is v or tuple(grad.shape) == tuple(stand_in.shape)
-            # Of a padded variable.
+            # The gradient still has the variable's shape.
             else self._rows(flattened(grad, v))
             for grad, v, stand_in in zip(grads, variables, inside)
         ]
@@ -103,47 +103,47 @@ class PaddedLayout(OneProgramShards):
         return self._rows(whole)
 
     def axes_inside(self, variables: Sequence[Variable], axes: Sequence[int | None]) -> list[int | None]:
-        """The dimensions along which gradients are divided: `axes`, and rows of those that are padded."""
+        """Return the dimensions along which gradients are divided: `axes`, or rows for padded variables."""
         return [0 if self._position(v) in self._divided else axis for v, axis in zip(variables, axes)]
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Lets `inner` update the stand-ins, and gives their values to the variables."""
-        self._fill()
+        """Update the stand-ins through `inner`, and assign their values to the variables."""
+        self._fill_stand_ins()
         inner.apply(list(grads), self.inside(variables))
         given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
         for i in given & set(self._divided):
-            self._take(i)
+            self._assign_from_stand_in(i)
 
-    def _fill(self) -> None:
+    def _fill_stand_ins(self) -> None:
         for i in self._divided:
             self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
 
-    def _take(self, i: int) -> None:
+    def _assign_from_stand_in(self, i: int) -> None:
         rows = self._laid_out(ops.convert_to_tensor(self.stand_ins[i]), False)
         self.variables[i].assign(self._unpadded(i, rows))
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Lets `inner` set the final values of the weights."""
-        self._fill()
+        """Let `inner` set the final values of the weights."""
+        self._fill_stand_ins()
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
-            self._take(i)
+            self._assign_from_stand_in(i)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """The whole of this state."""
+        """Return the whole of this state."""
         value = whole_value(variable)
         return self._unpadded(self._slots[id(variable)], value) if self.is_divided(variable) else value
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Gives this state the values of a whole array."""
+        """Assign a whole array to this state."""
         if self.is_divided(variable):
             array = self._rows(ops.reshape(ops.convert_to_tensor(array, dtype_of(variable)), (-1,)))
         variable.assign(array)
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Bytes that each replica holds of this state; padding counts."""
+        """Return the bytes of this state on each replica, including padding."""
         report = laid_out_report(state)
         return MemoryReport(
             report.held, sum(math.prod(self.stored_shape(v)) * item_size(v) for v in state), report.replicated
@@ -151,14 +151,14 @@ class PaddedLayout(OneProgramShards):
 
 
 def needs_padding(variables: Sequence[Variable], num_replicas: int) -> bool:
-    """Whether replicas would hold clearly more than an equal share if no variable were padded."""
+    """Whether replicas would hold clearly more than an equal share without padding."""
     whole = sum(size_of(v) * item_size(v) for v in variables)
     copied = sum(size_of(variables[i]) * item_size(variables[i]) for i in _undivided(variables))
     return (whole - copied) + copied * num_replicas > _MAX_OVER_IDEAL * whole
 
 
 def _undivided(variables: Sequence[Variable]) -> list[int]:
-    """The positions of variables with state that a layout cannot divide."""
+    """Return the positions of variables that a layout cannot divide."""
     axes = placement.dividing_axes(variables)
     return [
         i

@@ -1,8 +1,8 @@
-"""Whether an update can be split by variable or by element: found by a trial update of a fresh optimizer.
+"""Whether an update can be divided by variable or by element, determined by trial updates of a fresh optimizer.
 
-Three runs on small variables say it. One updates each of them whole; one updates each cut in two; two more update only
-every other one, with empty ones in between. Where the parts get what the whole gets, a variable may be cut. Where each
-gets the same without the others, whole variables may be given to different replicas. Otherwise neither is right.
+The trials use small variables: whole, split in two, with one more variable, and only every other variable. A variable
+can be split if its halves are updated as the whole is. Variables can be given to different replicas if each is updated
+the same without the rest. Otherwise the optimizer supports neither.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
@@ -25,50 +25,50 @@ from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# From small to large, so that what is within a limit and what is beyond it both occur.
+# Small to large, to reach values within and beyond thresholds.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)
 _TOLERANCE = 1e-4
-"""Of an update's own size. Sums over a whole variable, or over all of them, differ from those of parts by far more."""
+"""Relative to the update. Sums over a variable, or over all variables, differ from sums over parts by far more."""
 
 
 def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
-    """Whether each variable may be updated in parts; those that may not can be updated whole, without the others.
+    """Return whether each variable can be updated in parts. Otherwise it can be updated whole, independently.
 
     Args:
-        optimizer: one with an update rule, not built yet. It is left as it is.
-        variables: what it is to be built on. They are left as they are.
+        optimizer: an optimizer with an update rule, before its build. It is not changed.
+        variables: the variables that it will be built on. They are not changed.
 
     Raises:
-        ValueError: if an update depends on other variables than its own, or is not the same each time.
+        ValueError: if an update depends on other variables, or is not deterministic.
     """
-    molds = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
-    whole = _Run(optimizer, [[mold.whole] for mold in molds])
-    # By itself: next to one more, which is large, so that a single variable is tried together with another, too.
-    more = _Probe(variables[0], len(variables), scale=50.0)
-    crowd = _Run(optimizer, [[mold.whole] for mold in [*molds, more]])
-    apart = [
-        _Run(optimizer, [[mold.whole if i % 2 == parity else mold.empty] for i, mold in enumerate(molds)])
+    probes = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
+    whole = _Run(optimizer, [[probe.whole] for probe in probes])
+    # The added variable is large, and gives a single variable a second one to depend on.
+    extra = _Probe(variables[0], len(variables), scale=50.0)
+    with_extra = _Run(optimizer, [[probe.whole] for probe in [*probes, extra]])
+    alternating = [
+        _Run(optimizer, [[probe.whole if i % 2 == parity else probe.empty] for i, probe in enumerate(probes)])
         for parity in (0, 1)
     ]
-    _check_independent(optimizer, molds, whole, crowd, apart)
-    halves = _Run(optimizer, [mold.halves for mold in molds])
-    may = [
-        _alike(whole.effects[i], halves.effects[i])
+    _check_independent(optimizer, probes, whole, with_extra, alternating)
+    halves = _Run(optimizer, [probe.halves for probe in probes])
+    may_split = [
+        _are_close(whole.effects[i], halves.effects[i])
         and all(names == whole.slot_names[i] for names in halves.names_of_parts[i])
         and halves.slots_are_shaped[i]
-        for i in range(len(molds))
+        for i in range(len(probes))
     ]
-    # State that belongs to no variable, and is no number: nobody could say which part of it is whose.
-    known = all(not shape for shape in halves.shared_shapes)
+    # The owner of non-scalar state without a variable is unknown.
+    all_owned = all(not shape for shape in halves.shared_shapes)
     kinds: dict[Any, bool] = {}
-    for i, mold in enumerate(molds):
-        if may[i] and known:
-            kind = (_large_shape(mold.variable), tuple(whole.slot_names[i]))
+    for i, probe in enumerate(probes):
+        if may_split[i] and all_owned:
+            kind = (_large_shape(probe.variable), tuple(whole.slot_names[i]))
             if kind not in kinds:
-                kinds[kind] = _is_as_small_ones(optimizer, mold, whole.slot_names[i])
-            may[i] = kinds[kind]
-    found = iter(may)
-    return [False if overwrites_variable(v) else next(found) and known for v in variables]
+                kinds[kind] = _has_state_like_small_ones(optimizer, probe, whole.slot_names[i])
+            may_split[i] = kinds[kind]
+    found = iter(may_split)
+    return [False if overwrites_variable(v) else next(found) and all_owned for v in variables]
 
 
 def _large_shape(variable: Variable) -> tuple[int, ...]:
@@ -77,38 +77,39 @@ def _large_shape(variable: Variable) -> tuple[int, ...]:
 
 
 def _check_independent(
-    optimizer: Optimizer, molds: Sequence[_Probe], whole: _Run, crowd: _Run, apart: Sequence[_Run]
+    optimizer: Optimizer, probes: Sequence[_Probe], whole: _Run, with_extra: _Run, alternating: Sequence[_Run]
 ) -> None:
-    """Raise ValueError if an update depends on other variables than its own, or is not the same each time."""
-    for i, mold in enumerate(molds):
-        if not (_alike(whole.effects[i], crowd.effects[i]) and _alike(whole.effects[i], apart[i % 2].effects[i])):
-            again = _Run(optimizer, [[mold.whole] for mold in molds])
-            if not all(_alike(a, b) for a, b in zip(whole.effects, again.effects)):
-                raise ValueError(
-                    f"{_rule(optimizer)} Received: one whose updates are not the same each time. {_ADVICE}"
-                )
+    """Raise ValueError if an update depends on other variables, or is not deterministic."""
+    for i, probe in enumerate(probes):
+        if not (
+            _are_close(whole.effects[i], with_extra.effects[i])
+            and _are_close(whole.effects[i], alternating[i % 2].effects[i])
+        ):
+            again = _Run(optimizer, [[probe.whole] for probe in probes])
+            if not all(_are_close(a, b) for a, b in zip(whole.effects, again.effects)):
+                raise ValueError(f"{_rule(optimizer)} Received: an optimizer with nondeterministic updates. {_ADVICE}")
             raise ValueError(
-                f"{_rule(optimizer)} Received: one whose update of `{mold.path}` depends on other variables, as with "
-                f"a norm over all of them. {_ADVICE}"
+                f"{_rule(optimizer)} Received: an update of `{probe.path}` that depends on other variables, such as a "
+                f"norm over all of them. {_ADVICE}"
             )
-    for run in apart if len(molds) > 1 else []:
+    for run in alternating if len(probes) > 1 else []:
         for mine, theirs in zip(whole.shared_state, run.shared_state):
-            if mine.shape == theirs.shape and not _alike([mine], [theirs]):
+            if mine.shape == theirs.shape and not _are_close([mine], [theirs]):
                 raise ValueError(
-                    f"{_rule(optimizer)} Received: one with state that depends on several variables, or on one "
-                    f"but was not made with `add_variable_from_reference`. {_ADVICE}"
+                    f"{_rule(optimizer)} Received: state that depends on several variables, or state of one variable "
+                    f"that was not created with `add_variable_from_reference`. {_ADVICE}"
                 )
 
 
-def _is_as_small_ones(optimizer: Optimizer, mold: _Probe, slot_names: Sequence[str]) -> bool:
-    """Whether the state of a variable is made like that of a small one; some factor that of large matrices only."""
-    values = np.zeros(_large_shape(mold.variable), "float32")
-    run = _Run(optimizer, [[(mold.variable, values, [])]], num_steps=0)
+def _has_state_like_small_ones(optimizer: Optimizer, probe: _Probe, slot_names: Sequence[str]) -> bool:
+    """Whether large variables get state like small ones. Some optimizers factor the state of large matrices only."""
+    values = np.zeros(_large_shape(probe.variable), "float32")
+    run = _Run(optimizer, [[(probe.variable, values, [])]], num_steps=0)
     return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
 
 
 def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
-    """Whether all that is inside may update each variable in parts; see `are_elementwise`."""
+    """Return whether all optimizers inside can update each variable in parts. See `are_elementwise`."""
     leaf = base_optimizers(optimizer)[0]
     units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
     found = are_elementwise(leaf, variables)
@@ -116,30 +117,31 @@ def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable]) 
         _refuse_penalties(variables)
     if "variable" in units:
         return [False] * len(found)
-    return [cuttable and v.constraint is None for cuttable, v in zip(found, variables)]
+    return [splittable and v.constraint is None for splittable, v in zip(found, variables)]
 
 
 def _refuse_penalties(variables: Sequence[Variable]) -> None:
-    penalised = [v.path for v in variables if getattr(v, "regularizer", None) and dtype_of(v).endswith("float16")]
-    if penalised:
+    penalized = [v.path for v in variables if getattr(v, "regularizer", None) and dtype_of(v).endswith("float16")]
+    if penalized:
         raise ValueError(
-            "With `shard_state=True`, `MixedPrecision` cannot take the gradients of penalties over, as only one rank "
-            f"has a variable's master. Received: regularizers of {penalised}. Use weight decay, or `shard_state=False`."
+            "With `shard_state=True`, `MixedPrecision` cannot compute the gradients of regularizers, because only one "
+            f"rank has a variable's master weights. Received: regularizers of {penalized}. Use weight decay, or "
+            "`shard_state=False`."
         )
 
 
 def check_can_shard(optimizer: ReducingOptimizer) -> None:
-    """Raises ValueError if something inside could not be right with a part of the gradients."""
+    """Raise ValueError if an optimizer inside needs all gradients."""
     chain = descendants(optimizer)
     for one in chain:
         is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
         several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)
         if several or not (is_leaf or getattr(one, "_shard_unit", None)):
             raise ValueError(
-                "`shard_state=True` shows the optimizers inside a part of the gradients only, with which "
-                f"{type(one).__name__} would be wrong. Received: inner_optimizer={optimizer.inner!r}. Use "
-                "`shard_state=False`, or what can do with a part: `GradientClipping`, `LARC`, `LossScaling` and "
-                "`MixedPrecision` of this package around one optimizer."
+                "`shard_state=True` passes the optimizers inside only a part of the gradients, and "
+                f"{type(one).__name__} needs all of them. Received: inner_optimizer={optimizer.inner!r}. Use "
+                "`shard_state=False`, or only this package's `GradientClipping`, `LARC`, `LossScaling` and "
+                "`MixedPrecision` around one optimizer."
             )
 
 
@@ -148,22 +150,22 @@ def keep_exclusions(
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
-    """Lets those inside who were told to leave out variables leave out what stands for them."""
+    """Apply exclusions of variables (from weight decay, for example) to their stand-ins too."""
     key = optimizer._var_key
     for leaf in base_optimizers(optimizer):
         excluded = getattr(leaf, "_exclude_from_weight_decay", None)
         if excluded:
             excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
-    known = {key(variable) for variable in variables}
+    own_keys = {key(variable) for variable in variables}
     for wrapper in descendants(optimizer):
-        told = getattr(wrapper, "_excluded", None)
-        if told is not None and told[0] is not None:
-            mine = inside_for([v for v in told[0] if key(v) in known])
-            wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
+        exclusions = getattr(wrapper, "_excluded", None)
+        if exclusions is not None and exclusions[0] is not None:
+            mine = inside_for([v for v in exclusions[0] if key(v) in own_keys])
+            wrapper.exclude_from_weight_decay(var_list=mine, var_names=exclusions[1])
 
 
 def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-    """Whether its state starts with something of the weights, so that state and weights must start together."""
+    """Whether its state is initialized from the weights, so replicas must start with equal weights."""
     run = _Run(
         optimizer, [[_Probe(v, i).whole] for i, v in enumerate(variables) if not overwrites_variable(v)], num_steps=0
     )
@@ -171,26 +173,26 @@ def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
 
 
 def first_state(optimizer: Optimizer, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The state that such an optimizer starts with, where it is built on variables like these with these values."""
+    """Return the initial state of such an optimizer, built on variables like these with these values."""
     fresh = _fresh(optimizer)
     with empty_name_scope():
-        fresh.build([_made(variable, array) for variable, array in zip(variables, values)])
+        fresh.build([_variable_with(variable, array) for variable, array in zip(variables, values)])
     return [ops.convert_to_numpy(v) for v in fresh.variables]
 
 
 _ADVICE = (
-    "Use `shard_state=False`, another optimizer, or what this package has for it: `GradientClipping(inner_optimizer, "
+    "Use `shard_state=False`, another optimizer, or this package's replacement: `GradientClipping(inner_optimizer, "
     "...)` for `global_clipnorm`, and `LossScaling` for `LossScaleOptimizer`."
 )
 
 
 def _rule(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
-    return f"`shard_state=True` needs an optimizer that updates each variable by itself, unlike this {name}."
+    return f"`shard_state=True` needs an optimizer that updates each variable independently, unlike this {name}."
 
 
 class _Probe:
-    """A small stand-in for a variable: whole, in two parts, and without elements."""
+    """A small stand-in for a variable: whole, in two halves, and empty."""
 
     def __init__(self, variable: Variable, seed: int, scale: float = 1.0) -> None:
         rank = len(variable.shape)
@@ -199,7 +201,7 @@ class _Probe:
         random = np.random.default_rng(seed)
         values = random.normal(size=shape).astype("float32")
         size = int(np.prod(shape))
-        # The second half is much larger, so that what looks at both shows.
+        # The second half is much larger, so that statistics over both halves differ.
         factors = np.where(np.arange(size) < size // 2, 1.0, 30.0).reshape(shape) * scale
         grads = [(random.normal(size=shape) * factors * s).astype("float32") for s in _SCALES]
         self.variable = variable
@@ -213,21 +215,21 @@ class _Probe:
 
 
 def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a variable of the same rank (at least 1) without elements."""
+    """Return the shape of an empty variable of the same rank (at least 1)."""
     return (0,) * max(1, len(shape))
 
 
 class _Run:
-    """What becomes of some variables, each in one part or several."""
+    """A trial: the updates and the state of variables, each in one part or several."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
         fresh = _fresh(optimizer, **_VISIBLE)
-        made = [[_made(like, values) for like, values, _ in each] for each in parts]
+        made = [[_variable_with(like, values) for like, values, _ in each] for each in parts]
         flat = [variable for each in made for variable in each]
         with empty_name_scope():
             fresh.build(flat)
-        self._look_at_state(fresh, made, flat)
-        # What becomes of each: its updates one after another, and its state after the last.
+        self._map_state(fresh, made, flat)
+        # For each variable: its updates in order, then its state after the last update.
         self.effects: list[list[np.ndarray]] = [[] for _ in parts]
         chosen = [i for i, variable in enumerate(flat) if 0 not in variable.shape]
         grads = [grads for each in parts for _, _, grads in each]
@@ -236,14 +238,14 @@ class _Run:
             fresh.apply([ops.convert_to_tensor(grads[i][step]) for i in chosen], [flat[i] for i in chosen])
             for effects, old, each in zip(self.effects, before, made):
                 effects.append(_joined(each) - old)
-        # An update may hide what its state shows: one that goes by signs, or is too small to change a weight.
+        # State shows differences that updates hide: they may use signs only, or be too small to change a weight.
         for effects, slots in zip(self.effects, self._slots):
             effects += [_joined_slot(parts) for parts in slots]
         self.state = [np.array(ops.convert_to_numpy(v), "float64") for v in fresh.variables]
         self.shared_state = [np.array(ops.convert_to_numpy(v), "float64") for v in self._shared]
 
-    def _look_at_state(self, fresh: Any, made: Sequence[Sequence[Variable]], flat: Sequence[Variable]) -> None:
-        """Which state belongs to which part, by its name, as `SlotAccess` finds it."""
+    def _map_state(self, fresh: Any, made: Sequence[Sequence[Variable]], flat: Sequence[Variable]) -> None:
+        """Map state to the parts of variables by name, as `SlotAccess` does."""
         owned = list(slots_of(fresh, flat))
         names: list[list[str]] = [[] for _ in flat]
         slots: list[list[Variable]] = [[] for _ in flat]
@@ -257,20 +259,20 @@ class _Run:
         self.shared_shapes = [tuple(v.shape) for v in self._shared]
         ranges = list(itertools.pairwise(np.cumsum([0, *[len(each) for each in made]])))
         self.names_of_parts = [names[start:stop] for start, stop in ranges]
-        # For each variable its slots, of all its parts together.
+        # For each variable, its slots joined over its parts.
         self._slots = [list(zip(*slots[start:stop])) for start, stop in ranges]
         self.slot_names = [each[0] for each in self.names_of_parts]
         self.slots_are_shaped = [all(shaped[start:stop]) for start, stop in ranges]
 
 
-def _made(like: Variable, values: np.ndarray) -> Variable:
+def _variable_with(like: Variable, values: np.ndarray) -> Variable:
     def initializer(shape: Any, dtype: Any = None) -> Any:
         return ops.reshape(ops.convert_to_tensor(values, dtype), shape)
 
     return named_like(like, initializer=initializer, shape=values.shape, dtype="float32")
 
 
-# At a rate of 0 nothing could be seen, as where a schedule begins, nor before a window of gradients is full.
+# Updates must be visible: a schedule may begin with a rate of 0, and accumulation delays the update.
 _VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 
@@ -278,14 +280,14 @@ def _fresh(optimizer: Optimizer, **changes: Any) -> Any:
     kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rate that is a lambda is not going to be stored
+            warnings.simplefilter("ignore")  # Keras warns of rates that it cannot store
             config = optimizer.get_config()
         return kind.from_config({**config, **{key: value for key, value in changes.items() if key in config}})
-    except Exception as error:  # anything: both are functions of the user's
+    except Exception as error:  # users may write both methods
         raise ValueError(
-            "`shard_state=True` tries an optimizer out first, and so needs one that can be made from its config. "
+            "`shard_state=True` tests a copy of the optimizer, so it must be possible to create it from its config. "
             f"Received: {kind.__name__}, which fails with {type(error).__name__}: {error}. "
-            "Give it `get_config` and `from_config`, or use `shard_state=False`."
+            "Implement `get_config` and `from_config`, or use `shard_state=False`."
         ) from error
 
 
@@ -294,11 +296,11 @@ def _joined(parts: Sequence[Variable]) -> np.ndarray:
 
 
 def _joined_slot(parts: Sequence[Variable]) -> np.ndarray:
-    # A number is not divided: each part is to have that of the whole.
+    # A scalar is not divided: each part must have the value of the whole.
     return np.unique(_joined(parts)) if not any(len(part.shape) for part in parts) else _joined(parts)
 
 
-def _alike(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
     for one, other in zip(some, others):
         if one.size != other.size:
             return False

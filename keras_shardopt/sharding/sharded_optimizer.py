@@ -1,4 +1,4 @@
-"""A wrapper whose replicas may hold a part of the optimizer state each."""
+"""A wrapper that can divide its optimizer state among replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from keras_shardopt.wrapping.stored_state import (
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _SAVE_TOGETHER = (
-    "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
+    "With `shard_state=True` each rank has only a part of the state that `model.save`, `model.save_weights` and "
     "`optimizer.save_own_variables` store. Call `keras_shardopt.save_model(model, path)` (or `save_weights`) on every "
     "rank; one of them writes."
 )
@@ -37,14 +37,14 @@ OwnShards = FlatShards | PaddedShards | PaddedLayout
 
 
 class ShardedState(OptimizerWrapper):
-    """Divides state: in `FlatShards` of each replica, in `PaddedShards` of a program, or by a layout."""
+    """Divides state: as `FlatShards` among processes, as `PaddedShards` in a program, or by a layout of arrays."""
 
     axis_name: str
     shard_state: bool
-    _shards: OwnShards | None = None  # where no state is divided, or by a layout
+    _shards: OwnShards | None = None  # None also if a layout divides the state
 
     def _divided(self, variables: Sequence[Variable]) -> OwnShards | None:
-        """Create the shards. Return None if state is not divided into stand-ins."""
+        """Create the shards. Return None if the state has no stand-ins."""
         divide = _STRATEGIES.get(placement.state_sharding)
         return None if divide is None else divide(self, variables)
 
@@ -53,11 +53,11 @@ class ShardedState(OptimizerWrapper):
         return self.shard_state and placement.state_sharding == "layout"
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """This replica's slices, where state is divided."""
+        """Return the stand-ins if state is divided; `variables` otherwise."""
         return list(variables) if self._shards is None else self._shards.inside(variables)
 
     def _inner_is_built(self) -> None:
-        """Divides the state that there is now."""
+        """Divide the new state."""
         if self._shards is not None:
             self._shards.bind_state(self)
         elif self._lays_out_state:
@@ -65,19 +65,19 @@ class ShardedState(OptimizerWrapper):
             placement.place([v for v in self.variables if id(v) not in own], "sharded")
 
     def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
-        """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
+        """Raise ValueError if these replicas cannot hold the existing parts, or lay them out."""
         if self._shards is not None and not self._shards.lays_out:
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
-                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
-                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                "On JAX, `shard_state=True` divides state by the layout of a `keras.distribution`, but inside "
+                f"`shard_map` and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
                 f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
                 ", or use `shard_state=False`."
             )
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates this replica's slices, where state is divided, and with them the weights of all."""
+        """Update this replica's slices if state is divided, then the weights on all replicas."""
         if self._shards is None:
             super().update_inner(grads, variables)
         else:
@@ -93,16 +93,16 @@ class ShardedState(OptimizerWrapper):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """State that is divided."""
+        """The divided state."""
         if self._shards is None or self._shards.lays_out:
             return []
         return [v for v in self.inner.variables if self._shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
-        """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
+        """Return the bytes of optimizer state on each replica, and the state that all replicas hold whole.
 
         Returns:
-            A `MemoryReport`, to `print` or to read: `held` by replica, `ideal`, `max_over_ideal`, `replicated`.
+            A `MemoryReport` with `held` by replica, `ideal`, `max_over_ideal` and `replicated`. `print` formats it.
 
         Raises:
             ValueError: before the optimizer is built.
@@ -118,7 +118,7 @@ class ShardedState(OptimizerWrapper):
         """
         if not self.built:
             raise ValueError(
-                "The optimizer must be built before it has state. Call `optimizer.build(model.trainable_variables)`."
+                "No optimizer state exists before the build. Call `optimizer.build(model.trainable_variables)` first."
             )
         own = {id(v) for v in self._variables}
         state = [v for v in self.variables if id(v) not in own]
@@ -130,14 +130,13 @@ class ShardedState(OptimizerWrapper):
         """See `SlotAccess.get_slot`.
 
         Raises:
-            ValueError: where each replica holds a part of the state only.
+            ValueError: if each replica holds only a part of the state.
         """
         if self._shards is not None and not self._shards.lays_out:
             raise ValueError(
-                "With `shard_state=True` a replica has slots of its own slices only. "
+                "With `shard_state=True` a replica has only the slots of its own slices. "
                 f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
-                "Let all processes call `optimizer.save_own_variables(store)` with a dict, which then holds whole "
-                "arrays."
+                "To get whole arrays in a dict, call `optimizer.save_own_variables(store)` with it on all processes."
             )
         return super().get_slot(variable, name)
 
@@ -145,11 +144,11 @@ class ShardedState(OptimizerWrapper):
         """See `OptimizerWrapper._observe`.
 
         Raises:
-            ValueError: where each replica sees a part of the gradients only.
+            ValueError: if each replica has only slices of the gradients.
         """
         if self.shard_state and observer is not None and not self._lays_out_state:
             raise ValueError(
-                "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
+                "Summaries of gradients need all of them, but with `shard_state=True` a replica has only its slices. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
             )
         super()._observe(observer)
@@ -158,8 +157,8 @@ class ShardedState(OptimizerWrapper):
     def _model_variables_moving_average(self) -> list[Variable]:
         if self._shards is not None:
             raise ValueError(
-                "With `shard_state=True` a replica has the moving averages of its own slices only, so that "
-                "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
+                "`SwapEMAWeights` cannot swap weights with `shard_state=True`, because a replica has only the moving "
+                "averages of its slices. Remove it: `fit` ends with the averages as the weights."
             )
         return super()._model_variables_moving_average
 
@@ -167,16 +166,16 @@ class ShardedState(OptimizerWrapper):
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
-        """Whether state is divided, so that what this process has is to be put together before it is stored."""
+        """Whether state is divided among processes, which must join it for files."""
         is_laid_out = self._lays_out_state and processes.process()[0] > 1
         return is_laid_out or (self._shards is not None and not self._shards.lays_out)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state as the inner optimizer would without a wrapper. With divided state all replicas call it.
+        """Write the state as the inner optimizer would without a wrapper. With divided state all replicas call it.
 
         Raises:
-            RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
-                `data_parallel` scope; within a minute where there is none.
+            RuntimeError: if another replica with divided state does not call it in time. The limit is the `timeout` of
+                the `data_parallel` scope, or a minute without one.
         """
         if self._shards is None and not self._lays_out_state:
             super().save_own_variables(store)
@@ -187,7 +186,7 @@ class ShardedState(OptimizerWrapper):
             store[str(i)] = stored_value(self, variable)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # A SavedModel holds variables as they are, and so only one replica's part.
+        # A SavedModel stores variables unjoined, so it would contain only one replica's part.
         is_divided = self._shards is not None and save_type != "checkpoint"
         return {} if is_divided else super()._trackable_children(save_type, **kwargs)
 
@@ -197,9 +196,9 @@ class ShardedState(OptimizerWrapper):
             build_for_its_model(self)
             if not self.built and len(placement.replica_values(self.iterations)) > 1:
                 raise ValueError(
-                    "With `shard_state=True` the optimizer must be built before a checkpoint is restored, as it takes "
-                    f"parts of what is stored. Received: {self!r}, not built. Compile the model with it first, or call "
-                    "`optimizer.build(model.trainable_variables)`."
+                    "With `shard_state=True` the optimizer must be built before a checkpoint is restored, because each "
+                    f"replica takes a part of the state. Received: {self!r}, not built. Compile the model with it first"
+                    ", or call `optimizer.build(model.trainable_variables)`."
                 )
 
     @property
@@ -235,9 +234,9 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
     chain = [optimizer, *descendants(optimizer)]
     if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
-        return None  # averages keep the shapes of the weights: callbacks swap them in
+        return None  # averages keep the shapes of the weights, because callbacks swap them in
     if model_compiled_with(optimizer) is None:
-        return None  # a model with several optimizers may keep their variables in its own files
+        return None  # a model with several optimizers may store their variables itself
     return PaddedLayout(optimizer, variables, num_replicas)
 
 
@@ -246,18 +245,18 @@ _STRATEGIES: dict[str | None, Callable[..., OwnShards | None]] = {
     "copies": _slices_in_copies,
     "layout": _padded_rows,
 }
-"""By `Placement.state_sharding`, the function that makes stand-ins. With a layout, only padded variables get one."""
+"""By `Placement.state_sharding`, the function that creates stand-ins. A layout needs them for padded variables only."""
 
 
 def _refuse_several() -> None:
     several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
     if running_instance(several, "build") is not None:
         raise ValueError(
-            "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
-            "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
+            "`shard_state=True` cannot be inside a `MultiOptimizer`, because it would store only one replica's part of "
+            "the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
         )
 
 
 def _finalizes(leaf: Any) -> bool:
-    """Whether an optimizer of a user's has something of its own to do when training ends."""
+    """Whether a custom optimizer overrides the end of training."""
     return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values

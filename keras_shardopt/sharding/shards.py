@@ -1,7 +1,7 @@
-"""What all ways of dividing state have in common: a stand-in for each trainable variable, and whose each state is.
+"""The common base of divided state: a stand-in for each trainable variable, and the variable of each slot.
 
 Private names of Keras touched here (test_private_names.py holds them):
-    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+    `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class Shards(abc.ABC):
-    """What each replica owns. The inner optimizers are built on stand-ins for its parts of the trainable variables.
+    """Divides trainable variables among replicas. The inner optimizers are built on stand-ins for this replica's parts.
 
     Args:
         optimizer: the `CrossShard`, around optimizers that are not built.
@@ -30,19 +30,19 @@ class Shards(abc.ABC):
     """
 
     reduces_in_slices = True
-    """Whether replicas exchange slices of gradients, by `reduce`; else all gradients go to all replicas."""
+    """Whether `move` reduces gradients to slices. Otherwise all replicas receive all gradients."""
 
     lays_out = False
-    """Whether one program holds the parts of all replicas, as arrays that lie on all devices."""
+    """Whether one program holds the parts of all replicas, as arrays laid out over all devices."""
 
     gradient_slices: Any = None
-    """How gradients are cut into slices while they are computed; None where they are not."""
+    """The division of gradients during the backward pass; None if they are not divided then."""
 
     stand_ins: list[Variable]
-    """For each variable this replica's part of it; the variable itself where that is all of it."""
+    """For each variable, this replica's part of it, or the variable itself if the part is all of it."""
 
     _divided: Collection[int]
-    """The positions of the variables that replicas own parts of."""
+    """The positions of the variables that are divided."""
 
     def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], num_replicas: int) -> None:
         self.variables = list(variables)
@@ -51,7 +51,7 @@ class Shards(abc.ABC):
         (self._leaf,) = base_optimizers(optimizer)
         self._key = optimizer._var_key
         self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
-        # By the id of a state variable, of which trainable variable it is, once the inner optimizer is built.
+        # By id of a slot, the position of its variable. Filled after the build of the inner optimizers.
         self._slots: dict[int, int] = {}
 
     def _position(self, variable: Variable) -> int:
@@ -76,16 +76,16 @@ class Shards(abc.ABC):
         return of_wrappers
 
     def check(self, replicas: Communicator) -> None:
-        """Raises ValueError unless there are as many replicas as when the state was divided."""
+        """Raise ValueError if the number of replicas has changed since the state was divided."""
         if replicas.num_replicas != self.num_replicas:
             raise ValueError(
-                "The number of replicas must stay what it was when the optimizer was built, as each holds its part of "
-                f"the state. Received: {replicas.num_replicas} replicas, and state divided among {self.num_replicas}. "
+                "The number of replicas must not change after the build, because each replica holds a part of the "
+                f"state. Received: {replicas.num_replicas} replicas, and state divided among {self.num_replicas}. "
                 "Build the model again, and load a checkpoint: it fits any number of replicas."
             )
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """This replica's slices of gradients that are global already."""
+        """Return this replica's slices of global gradients."""
         return [
             grad if grad is None or i not in self._divided else self._own_slice(i, flattened(grad, self.variables[i]))
             for grad, i in zip(grads, map(self._position, variables))
@@ -93,29 +93,29 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def _own_slice(self, i: int, whole: Tensor) -> Tensor:
-        """This replica's slice of a flat tensor, in the shape of the stand-in."""
+        """Return this replica's slice of a flat tensor, in the shape of the stand-in."""
 
 
 class OneProgramShards(Shards):
-    """Parts of all replicas in one program, each as long as the others."""
+    """Parts of equal length, for replicas that run in one program."""
 
     reduces_in_slices = False
 
     def is_divided(self, variable: Variable) -> bool:
-        """Whether replicas hold different parts of this state."""
+        """Whether replicas hold different parts of this state variable."""
         return id(variable) in self._slots and len(variable.shape) > 0
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...]:
-        """The shape of the whole of this state, as files have it."""
+        """Return the shape of the whole of this state, as in files."""
         whole = self.variables[self._slots[id(variable)]] if self.is_divided(variable) else variable
         return tuple(whole.shape)
 
     def check_start(self, iterations: int) -> None:
-        """Nothing to do: one program holds all parts, and has loaded all of them."""
+        """Do nothing: one program holds all parts, and has loaded all of them."""
 
 
 def flattened(value: Any, variable: Variable | None = None) -> Tensor:
-    """All elements of a variable, or of the gradient of one, one after another."""
-    if getattr(value, "is_sparse", False) is True:  # of PyTorch
+    """Return all elements of a variable, or of its gradient, as a vector."""
+    if getattr(value, "is_sparse", False) is True:  # a PyTorch tensor
         value = value.to_dense()
     return ops.reshape(ops.convert_to_tensor(dense(value, variable)), (-1,))

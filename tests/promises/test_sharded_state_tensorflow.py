@@ -283,7 +283,7 @@ def test_each_replica_holds_and_sends_a_part(moved):
     assert sum(int(np.prod(v.shape)) for v in slots) == 2 * sum(chunks)
     assert all(len({copy.numpy().tobytes() for copy in v.value.values}) > 1 for v in slots)  # no two alike
     report = optimizer.memory_report()
-    numbers = sum(size for _, size, why in report.replicated if why == "a number")
+    numbers = sum(size for _, size, why in report.replicated if why == "a scalar")
     assert report.held == [2 * 4 * sum(chunks) + numbers] * 4
     assert report.whole == 2 * 4 * sum(int(np.prod(shape)) for shape in SHAPES.values()) + numbers
     assert not {id(v) for v in optimizer._shared_variables} & {id(v) for v in slots}

@@ -1028,7 +1028,7 @@ FAULTS = [
     ),
     fault(
         "sharding/padded_layout.py",
-        "self.inside(variables))\n        for i in self._divided:\n            self._take(i)",
+        "self.inside(variables))\n        for i in self._divided:\n            self._assign_from_stand_in(i)",
         "self.inside(variables))",
         "promises/test_padded_state_jax.py::test_weights_are_those_of_whole_state[plain-finalized-6]",
         backend="jax",

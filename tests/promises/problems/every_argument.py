@@ -136,10 +136,10 @@ _SKIPPING = ["scaled", "stock"]
 REFUSED = [
     ("made", "Leave one of them out", {"shard_state": [True], "group_assignment": ["two groups"]}),
     ("made", "end training at the first overflow", {"on_nonfinite": ["raise"], "inner_optimizer": _SKIPPING}),
-    ("made", "shows the optimizers inside a part", {"shard_state": [True], "inner_optimizer": ["stock"]}),
+    ("made", "passes the optimizers inside only a part", {"shard_state": [True], "inner_optimizer": ["stock"]}),
     (
         "built",
-        "must be able to update variables in parts",
+        "every variable must allow updates in parts",
         {"shard_state": [True], "program": ["one"], "inner_optimizer": ["adam clipnorm", "larc"]},
     ),
     *[

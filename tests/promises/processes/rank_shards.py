@@ -181,7 +181,7 @@ def whole_variables_are_updated_whole(scope):
     ):
         assert_equal(scope, *both(scope, make), tolerance=1e-6)
     optimizer = both(scope, lambda: keras.optimizers.Muon(0.01))[0]
-    assert optimizer._shards._may_cut == [True, False, True, False, True]  # the embedding and the vectors may be
+    assert optimizer._shards._may_split == [True, False, True, False, True]  # the embedding and the vectors may be
 
 
 @check
@@ -487,9 +487,9 @@ def saved_state_fits_again_and_elsewhere(scope):
     for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Adafactor(0.01)):
         optimizer, mine, _, alone = both(scope, make)
         store = saved(optimizer)
-        real, sharding._SENT_TOGETHER = sharding._SENT_TOGETHER, 50
+        real, sharding._MAX_ELEMENTS_SENT = sharding._MAX_ELEMENTS_SENT, 50
         in_pieces = saved(optimizer)
-        sharding._SENT_TOGETHER = real
+        sharding._MAX_ELEMENTS_SENT = real
         assert all((in_pieces[key] == array).all() for key, array in store.items())
         again = ks.CrossShard(make(), shard_state=True)
         if scope.replica_id % 2:

@@ -147,7 +147,7 @@ def test_each_variable_is_tried_by_its_name_and_rank():
     [
         (lambda: keras.optimizers.SGD(0.1, global_clipnorm=100.0), "depends on other variables"),
         (lambda: OwnTogether(0.1), "depends on"),
-        (lambda: OwnRandom(0.1), "not the same each time"),
+        (lambda: OwnRandom(0.1), "nondeterministic updates"),
     ],
 )
 @pytest.mark.parametrize("num_variables", [1, 4])
@@ -161,7 +161,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused():
         def __init__(self, something):
             super().__init__(learning_rate=0.1)
 
-    with pytest.raises(ValueError, match="made from its config"):
+    with pytest.raises(ValueError, match="create it from its config"):
         cutting.are_elementwise(NoConfig(1), variables())
 
 

@@ -30,7 +30,7 @@ def loads(owned):
 def test_every_element_has_one_owner_who_has_it_in_one_piece(name, num_replicas, share_whole):
     sizes = SIZES[name]
     may_cut = [i >= share_whole * len(sizes) for i in range(len(sizes))]
-    owned = partition.cut(sizes, may_cut, num_replicas)
+    owned = partition.divide(sizes, may_cut, num_replicas)
     assert len(owned) == num_replicas
     owners = [np.full(size, -1) for size in sizes]
     for replica, pieces in enumerate(owned):
@@ -48,7 +48,7 @@ def test_every_element_has_one_owner_who_has_it_in_one_piece(name, num_replicas,
 @each_size
 def test_what_may_be_cut_is_balanced_to_the_element(name, num_replicas):
     sizes = SIZES[name]
-    owned = partition.cut(sizes, [True] * len(sizes), num_replicas)
+    owned = partition.divide(sizes, [True] * len(sizes), num_replicas)
     assert max(loads(owned)) == math.ceil(sum(sizes) / num_replicas)
 
 
@@ -57,14 +57,14 @@ def test_no_replica_holds_two_percent_more_than_its_share(num_replicas):
     for name in ("embedding of 95 %", "transformer"):
         sizes = SIZES[name]
         for whole in ([], [1], [1, 2, 3]):
-            owned = partition.cut(sizes, [i not in whole for i in range(len(sizes))], num_replicas)
+            owned = partition.divide(sizes, [i not in whole for i in range(len(sizes))], num_replicas)
             if max((sizes[i] for i in whole), default=0) <= sum(sizes) / num_replicas:
                 assert max(loads(owned)) * num_replicas <= 1.02 * sum(sizes)
 
 
 def test_whole_variables_go_to_whom_has_least():
     sizes = [5, 9, 1, 6, 3]
-    owned = partition.cut(sizes, [False] * 5, 2)
+    owned = partition.divide(sizes, [False] * 5, 2)
     assert loads(owned) == [12, 12]  # 9 + 3 and 6 + 5 + 1
     # An embedding that cannot be cut is the limit of what whole variables can be divided into.
-    assert max(loads(partition.cut([950, 30, 20], [False] * 3, 4))) == 950
+    assert max(loads(partition.divide([950, 30, 20], [False] * 3, 4))) == 950

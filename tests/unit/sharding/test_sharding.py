@@ -122,7 +122,7 @@ def test_arguments():
         ks.CrossShard("sgd", group_assignment=[[0], [1]], shard_state=True)
     with pytest.raises(TypeError, match="shard_state"):
         ks.CrossShard("sgd", shard_state="yes")
-    with pytest.raises(ValueError, match="must be built"):
+    with pytest.raises(ValueError, match="before the build"):
         ks.CrossShard("sgd", shard_state=True).memory_report()
     optimizer = ks.CrossShard("sgd", shard_state=True)
     assert ks.CrossShard.from_config(optimizer.get_config()).shard_state
