@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Variable
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.chain import Wrapping
 
 
@@ -34,7 +34,7 @@ class OneReplicaShortcut:
         super().apply(grads, variables)  # type: ignore[misc]
 
 
-def _has_nothing_to_do(optimizer: ReducingOptimizer) -> bool:
+def _has_nothing_to_do(optimizer: CrossShardProtocol) -> bool:
     # Traced backends run this Python code once per compilation, so the shortcut saves nothing there.
     runs_each_step = all(runtime.version(variable) is not None for variable in optimizer._trainable_variables[:1])
     uses = (optimizer._options.compression, optimizer._options.group_assignment, optimizer._shards, optimizer._rollback)

@@ -26,7 +26,7 @@ from keras_shardopt.sharding.separability import (
     keep_exclusions,
 )
 from keras_shardopt.sharding.shards import OneProgramShards, flattened
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 
 # Backends whose copies of a variable can be slices of a whole.
@@ -45,7 +45,7 @@ class PaddedShards(OneProgramShards):
         ValueError: if an optimizer inside cannot update every variable in parts.
     """
 
-    def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], num_replicas: int) -> None:
+    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:
         super().__init__(optimizer, variables, num_replicas)
         self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
         self._starts_with_weights = False
@@ -54,7 +54,7 @@ class PaddedShards(OneProgramShards):
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
         keep_exclusions(optimizer, self.variables, self.inside)
 
-    def _try_out(self, optimizer: ReducingOptimizer) -> None:
+    def _try_out(self, optimizer: CrossShardProtocol) -> None:
         may_cut = are_elementwise_inside(optimizer, self.variables)
         whole = [self.variables[i] for i in self._divided if not may_cut[i]]
         if whole:
@@ -80,7 +80,7 @@ class PaddedShards(OneProgramShards):
         with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
-    def bind_state(self, optimizer: ReducingOptimizer) -> None:
+    def bind_state(self, optimizer: CrossShardProtocol) -> None:
         """Map state to variables and initialize it, after the inner optimizers are built."""
         masters = self._find_slots(optimizer)
         with runtime.init_scope():

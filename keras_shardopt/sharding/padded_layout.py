@@ -21,7 +21,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overw
 from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
 from keras_shardopt.sharding.separability import are_elementwise_inside, keep_exclusions
 from keras_shardopt.sharding.shards import OneProgramShards, flattened
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
@@ -40,14 +40,14 @@ class PaddedLayout(OneProgramShards):
 
     lays_out = True
 
-    def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], num_replicas: int) -> None:
+    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:
         super().__init__(optimizer, variables, num_replicas)
         may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
         self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
         self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]
         keep_exclusions(optimizer, self.variables, self.inside)
 
-    def _may_pad(self, optimizer: ReducingOptimizer) -> list[bool]:
+    def _may_pad(self, optimizer: CrossShardProtocol) -> list[bool]:
         """Return whether each variable can be updated in another shape."""
         try:
             return are_elementwise_inside(optimizer, self.variables)
@@ -82,7 +82,7 @@ class PaddedLayout(OneProgramShards):
     def _unpadded(self, i: int, rows: Any) -> Any:
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
 
-    def bind_state(self, optimizer: ReducingOptimizer) -> None:
+    def bind_state(self, optimizer: CrossShardProtocol) -> None:
         """Map state to padded variables, after the inner optimizers are built."""
         self._find_slots(optimizer)
         own = {id(v) for v in optimizer._variables}

@@ -20,7 +20,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.numerics import Optimizer, Variable, dtype_of, overwrites_variable
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -130,7 +130,7 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
         )
 
 
-def check_can_shard(optimizer: ReducingOptimizer) -> None:
+def check_can_shard(optimizer: CrossShardProtocol) -> None:
     """Raise ValueError if an optimizer inside needs all gradients."""
     chain = descendants(optimizer)
     for one in chain:
@@ -146,7 +146,7 @@ def check_can_shard(optimizer: ReducingOptimizer) -> None:
 
 
 def keep_exclusions(
-    optimizer: ReducingOptimizer,
+    optimizer: CrossShardProtocol,
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:

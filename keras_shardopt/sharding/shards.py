@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -44,7 +44,7 @@ class Shards(abc.ABC):
     _divided: Collection[int]
     """The positions of the variables that are divided."""
 
-    def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], num_replicas: int) -> None:
+    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:
         self.variables = list(variables)
         self.num_replicas = num_replicas
         self._axis_name = optimizer.axis_name
@@ -61,7 +61,7 @@ class Shards(abc.ABC):
         """Return the stand-ins of these variables."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
-    def _find_slots(self, optimizer: ReducingOptimizer) -> list[tuple[int, Variable]]:
+    def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
         """Map each slot to its variable, now that the inner optimizers are built. Return the slots of wrappers."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]

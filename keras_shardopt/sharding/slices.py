@@ -33,8 +33,8 @@ from keras_shardopt.sharding.separability import (
     keep_exclusions,
 )
 from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.exchange import Moved, with_next_values
-from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.reduction import Reduction, scaled
 from keras_shardopt.update.transport import Transfer
 from keras_shardopt.wrapping.slots import named_like, slots_of
@@ -79,7 +79,7 @@ class FlatShards(Shards):
         ValueError: if an optimizer inside can be divided neither by element nor by variable.
     """
 
-    def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], replicas: Communicator) -> None:
+    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], replicas: Communicator) -> None:
         super().__init__(optimizer, variables, replicas.num_replicas)
         self.replica_id = int(replicas.replica_id)
         self._starts_with_weights = holds_weights(self._leaf, variables)
@@ -120,7 +120,7 @@ class FlatShards(Shards):
         arguments = {"initializer": initializer, "shape": shape, "dtype": dtype_of(variable)}
         return named_like(variable, trainable=False, autocast=False, **arguments)
 
-    def bind_state(self, optimizer: ReducingOptimizer) -> None:
+    def bind_state(self, optimizer: CrossShardProtocol) -> None:
         """Map state to variables, after the inner optimizers are built."""
         self._find_slots(optimizer)
         # Optimizers that need whole variables may have unnamed state. The replica with its elements owns it.

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_shardopt.update.accumulation import Accumulation
-from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.context import CrossShardProtocol, StageContext
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.plugs import Place
 from keras_shardopt.update.reducers import whole_reducer_of
-from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.user_stage import UserStage
@@ -48,7 +47,7 @@ def _rows(options: CrossShardOptions) -> list[Any]:
 
 
 def watch(
-    optimizer: ReducingOptimizer, stage: Stage, asker: str, add_variable: Callable[..., Any]
+    optimizer: CrossShardProtocol, stage: Stage, asker: str, add_variable: Callable[..., Any]
 ) -> tuple[Any, Callable[[], None]]:
     """Insert a temporary stage into a built `CrossShard`, or return the one of this class that it has.
 

@@ -1,32 +1,57 @@
-"""The view of an optimizer that its stages, transports and reducers get."""
+"""`CrossShard` as seen by the modules that it imports: its type, and the small interface for stages."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import Variable
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.backends.gradient_scope import GradientScope
+from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import descendants
 
 
+class CrossShardProtocol(Optimizer, Protocol):
+    """The type of a `CrossShard`: the members that shards, checks and `StageContext` use."""
+
+    axis_name: str
+    shard_state: bool
+    loss_scale: Any
+    inner: Any
+    accumulation: Any
+    extension_stages: Sequence[Any]
+    peers: Any
+    pipeline: Any
+    state_finder: Any
+    scope_inside: GradientScope
+    _options: Any
+    _inside: list[Any]
+    _rollback: Any
+    _shards: Any
+    _skips_inside: bool
+    _lays_out_state: bool
+    _shared_variables: list[Variable]
+    _check_shards: Callable[..., None]
+    _position: Callable[[Variable], int]
+    _written: Callable[[], list[Variable]]
+
+
 class StageContext:
-    """A view of a `CrossShard`, created before the optimizer is complete.
+    """The interface of a `CrossShard` for stages, transports and reducers, available during its construction.
 
     Args:
         optimizer: the `CrossShard`.
     """
 
-    def __init__(self, optimizer: ReducingOptimizer) -> None:
+    def __init__(self, optimizer: CrossShardProtocol) -> None:
         self._optimizer = optimizer
 
     @property
-    def optimizer(self) -> ReducingOptimizer:
-        """The optimizer, for code that builds or replaces parts of it."""
+    def optimizer(self) -> CrossShardProtocol:
+        """The optimizer, for code that builds or replaces its components."""
         return self._optimizer
 
     @property

@@ -12,8 +12,8 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.options import check_groups
-from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers
 
@@ -26,7 +26,7 @@ class Peers:
         members: returns, from all replicas, those that this one averages with.
     """
 
-    def __init__(self, optimizer: ReducingOptimizer, members: Callable[[Communicator], Communicator]) -> None:
+    def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:
         self._optimizer = optimizer
         self._members = members
         self.started: Communicator | None = None

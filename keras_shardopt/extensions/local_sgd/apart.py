@@ -15,7 +15,7 @@ from keras import ops
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.numerics import Optimizer, Variable, dtype_of
-from keras_shardopt.update.reducing import ReducingOptimizer
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.rollback import statistics_in
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -28,7 +28,7 @@ class Copies:
         optimizer: the `CrossShard`.
     """
 
-    def __init__(self, stage: Any, optimizer: ReducingOptimizer) -> None:
+    def __init__(self, stage: Any, optimizer: CrossShardProtocol) -> None:
         self._stage = stage
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
@@ -154,7 +154,7 @@ class Rows:
 
     is_shown = True
 
-    def __init__(self, stage: Any, optimizer: ReducingOptimizer) -> None:
+    def __init__(self, stage: Any, optimizer: CrossShardProtocol) -> None:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics

@@ -24,8 +24,8 @@ from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.stateful import states_of_replica
+from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
@@ -170,7 +170,7 @@ class _ApartStep:
         return jax.lax.cond(is_round, joined, lambda values: values, statistics)
 
 
-def _share_of_window(optimizer: ReducingOptimizer, values: Any) -> Any:
+def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values))):
         return optimizer.accumulation.share
 
