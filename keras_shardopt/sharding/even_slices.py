@@ -81,7 +81,6 @@ class PaddedShards(OneProgramShards):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
-        """Map state to variables and initialize it, after the inner optimizers are built."""
         masters = self._find_slots(optimizer)
         with runtime.init_scope():
             for i, master in masters:
@@ -119,7 +118,6 @@ class PaddedShards(OneProgramShards):
     # -- the update ----------------------------------------------------------------------------------------------
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Update each replica's slices through `inner`, and give all replicas the new weights."""
         for i in self._divided:
             own = self._slice(i, flattened(self.variables[i]), replicas.replica_id)
             self.stand_ins[i].assign(own)
@@ -143,7 +141,6 @@ class PaddedShards(OneProgramShards):
                 start = stop
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Let `inner` set the final values of the weights. Call it outside of the replicas' program."""
         for i in self._divided:
             placement.assign_replica_values(
                 self.stand_ins[i], self._rows(i, placement.replica_values(self.variables[i])[0])
@@ -166,13 +163,11 @@ class PaddedShards(OneProgramShards):
         return whole.reshape(tuple(self.variables[i].shape))
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the whole of this state."""
         if self.is_divided(variable):
             return self._joined(self._slots[id(variable)], variable)
         return ops.convert_to_numpy(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign each replica its part of the whole array."""
         if self.is_divided(variable):
             placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
         else:
@@ -181,7 +176,6 @@ class PaddedShards(OneProgramShards):
     # -- the report ----------------------------------------------------------------------------------------------
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Return the bytes of this state on each replica."""
         held = whole = 0
         replicated = []
         for variable in state:

@@ -83,7 +83,6 @@ class PaddedLayout(OneProgramShards):
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
-        """Map state to padded variables, after the inner optimizers are built."""
         self._find_slots(optimizer)
         own = {id(v) for v in optimizer._variables}
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
@@ -103,11 +102,9 @@ class PaddedLayout(OneProgramShards):
         return self._rows(whole)
 
     def axes_inside(self, variables: Sequence[Variable], axes: Sequence[int | None]) -> list[int | None]:
-        """Return the dimensions along which gradients are divided: `axes`, or rows for padded variables."""
         return [0 if self._position(v) in self._divided else axis for v, axis in zip(variables, axes)]
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Update the stand-ins through `inner`, and assign their values to the variables."""
         self._fill_stand_ins()
         inner.apply(list(grads), self.inside(variables))
         given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
@@ -123,7 +120,6 @@ class PaddedLayout(OneProgramShards):
         self.variables[i].assign(self._unpadded(i, rows))
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Let `inner` set the final values of the weights."""
         self._fill_stand_ins()
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
@@ -132,18 +128,15 @@ class PaddedLayout(OneProgramShards):
     # -- files ---------------------------------------------------------------------------------------------------
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the whole of this state."""
         value = whole_value(variable)
         return self._unpadded(self._slots[id(variable)], value) if self.is_divided(variable) else value
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign a whole array to this state."""
         if self.is_divided(variable):
             array = self._rows(ops.reshape(ops.convert_to_tensor(array, dtype_of(variable)), (-1,)))
         variable.assign(array)
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Return the bytes of this state on each replica, including padding."""
         report = laid_out_report(state)
         return MemoryReport(
             report.held, sum(math.prod(self.stored_shape(v)) * item_size(v) for v in state), report.replicated

@@ -15,6 +15,7 @@ from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
+from keras_shardopt.sharding.shards import Shards
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.chain import descendants, innermost
 from keras_shardopt.wrapping.stored_state import (
@@ -33,17 +34,14 @@ _SAVE_TOGETHER = (
 )
 
 
-OwnShards = FlatShards | PaddedShards | PaddedLayout
-
-
 class ShardedState(OptimizerWrapper):
     """Divides state: as `FlatShards` among processes, as `PaddedShards` in a program, or by a layout of arrays."""
 
     axis_name: str
     shard_state: bool
-    _shards: OwnShards | None = None  # None also if a layout divides the state
+    _shards: Shards | None = None  # None also if a layout divides the state
 
-    def _divided(self, variables: Sequence[Variable]) -> OwnShards | None:
+    def _divided(self, variables: Sequence[Variable]) -> Shards | None:
         """Create the shards. Return None if the state has no stand-ins."""
         divide = _STRATEGIES.get(placement.state_sharding)
         return None if divide is None else divide(self, variables)
@@ -240,7 +238,7 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     return PaddedLayout(optimizer, variables, num_replicas)
 
 
-_STRATEGIES: dict[str | None, Callable[..., OwnShards | None]] = {
+_STRATEGIES: dict[str | None, Callable[..., Shards | None]] = {
     "slices": _own_slices,
     "copies": _slices_in_copies,
     "layout": _padded_rows,

@@ -7,14 +7,19 @@ Private names of Keras touched here (test_private_names.py holds them):
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense
+from keras_shardopt.sharding.report import MemoryReport
 from keras_shardopt.update.context import CrossShardProtocol
+from keras_shardopt.update.exchange import Moved
+from keras_shardopt.update.reduction import Reduction
+from keras_shardopt.update.transport import Transfer
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -32,8 +37,14 @@ class Shards(abc.ABC):
     reduces_in_slices = True
     """Whether `move` reduces gradients to slices. Otherwise all replicas receive all gradients."""
 
+    move: Callable[[Reduction, Transfer, Communicator], Moved]
+    """With `reduces_in_slices`: as `exchange.move`, but returns this replica's slices."""
+
     lays_out = False
     """Whether one program holds the parts of all replicas, as arrays laid out over all devices."""
+
+    axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
+    """With `lays_out`: converts the dimensions along which gradients are divided to those of the stand-ins."""
 
     gradient_slices: Any = None
     """The division of gradients during the backward pass; None if they are not divided then."""
@@ -95,6 +106,47 @@ class Shards(abc.ABC):
     def _own_slice(self, i: int, whole: Tensor) -> Tensor:
         """Return this replica's slice of a flat tensor, in the shape of the stand-in."""
 
+    @abc.abstractmethod
+    def bind_state(self, optimizer: CrossShardProtocol) -> None:
+        """Map state to variables, after the inner optimizers are built."""
+
+    @abc.abstractmethod
+    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
+        """Update this replica's parts through `inner`, and give all replicas the new weights."""
+
+    @abc.abstractmethod
+    def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
+        """Let `inner` set the final values of the weights. With one program, call it outside of the replicas."""
+
+    @abc.abstractmethod
+    def is_divided(self, variable: Variable) -> bool:
+        """Whether replicas hold different parts of this state variable."""
+
+    @abc.abstractmethod
+    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """Return the shape of the whole of this state, as in files; None if only its owner has it."""
+
+    @abc.abstractmethod
+    def stored(self, variable: Variable) -> np.ndarray:
+        """Return the whole of this state. All replicas call it together, and each receives it."""
+
+    @abc.abstractmethod
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """Assign this replica's part of the whole array."""
+
+    @abc.abstractmethod
+    def check_start(self, iterations: int) -> None:
+        """Check that the parts of the state belong together. All replicas call it before the first update.
+
+        Raises:
+            ValueError: on all replicas, if their numbers of updates differ, or their weights if state depends on them.
+                A replica cannot copy its slices from a replica that has loaded a file.
+        """
+
+    @abc.abstractmethod
+    def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
+        """Return the bytes of this state on each replica, as far as this one can compute them."""
+
 
 class OneProgramShards(Shards):
     """Parts of equal length, for replicas that run in one program."""
@@ -102,16 +154,14 @@ class OneProgramShards(Shards):
     reduces_in_slices = False
 
     def is_divided(self, variable: Variable) -> bool:
-        """Whether replicas hold different parts of this state variable."""
         return id(variable) in self._slots and len(variable.shape) > 0
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...]:
-        """Return the shape of the whole of this state, as in files."""
         whole = self.variables[self._slots[id(variable)]] if self.is_divided(variable) else variable
         return tuple(whole.shape)
 
     def check_start(self, iterations: int) -> None:
-        """Do nothing: one program holds all parts, and has loaded all of them."""
+        del iterations  # one program holds all parts, and has loaded all of them
 
 
 def flattened(value: Any, variable: Variable | None = None) -> Tensor:

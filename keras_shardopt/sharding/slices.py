@@ -121,7 +121,6 @@ class FlatShards(Shards):
         return named_like(variable, trainable=False, autocast=False, **arguments)
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
-        """Map state to variables, after the inner optimizers are built."""
         self._find_slots(optimizer)
         # Optimizers that need whole variables may have unnamed state. The replica with its elements owns it.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
@@ -130,16 +129,9 @@ class FlatShards(Shards):
         self._copy_in()  # frees the memory of the initial stand-ins
 
     def is_divided(self, variable: Variable) -> bool:
-        """Whether replicas hold different parts of this state variable."""
         return id(variable) in self._without_variable or id(variable) in self._slots
 
     def check_start(self, iterations: int) -> None:
-        """Check that the parts of the state belong together. All replicas call it before the first update.
-
-        Raises:
-            ValueError: on all replicas, if their numbers of updates differ, or their weights if state depends on them.
-                A replica cannot copy its slices from a replica that has loaded a file.
-        """
         updates_so_far = processes.gather_objects(iterations)
         fits = len(set(updates_so_far)) == 1
         if fits and (iterations or self._starts_with_weights):
@@ -169,7 +161,6 @@ class FlatShards(Shards):
         return ops.reshape(whole[piece.start : piece.stop], tuple(self.stand_ins[i].shape))
 
     def move(self, reduction: Reduction, transfer: Transfer, replicas: Communicator) -> Moved:
-        """Return this replica's slices of the reduced gradients. See `exchange.move`."""
         positions, op = list(reduction.places), reduction.op
         grads, indices = dict(zip(positions, reduction.grads)), sorted(self._owners)
         trains = None if reduction.trained is None else dict(zip(positions, reduction.trained))
@@ -177,41 +168,39 @@ class FlatShards(Shards):
         present = [grads.get(i) is not None for i in indices]
         channel = SideChannel(replicas, [self.variables[i] for i in indices], present, chosen, reduction.trains)
         slices: dict[int, Tensor | None] = {}
-        sums = None
+        make_flags, reduced_flags, nonfinite_flags = reduction.nonfinite_flags, None, None
         for number, bucket in enumerate(self._buckets):
-            along = None
-            if number == 0:
-                along = channel.pack(bucket.dtype, reduction.numbers and reduction.numbers(bucket.dtype))
-            mine, reduced = self._move_bucket(bucket, grads, along, transfer, op)
-            sums = reduced if number == 0 else sums
+            # Flags are sent with the first bucket.
+            flags = None if number else channel.pack(bucket.dtype, make_flags and make_flags(bucket.dtype))
+            mine, reduced = self._move_bucket(bucket, grads, flags, transfer, op)
+            reduced_flags = reduced_flags if number else reduced
             slices |= mine
-        numbers = None
-        if sums is not None:
-            heard, numbers = channel.unpack(sums, op)
-            if heard is not None:
-                heard.check_all_train()
-                heard.check_same_variables()
-                slices = {i: slices[i] if has else None for i, has in zip(indices, heard.present)}
+        if reduced_flags is not None:
+            flags_of_all, nonfinite_flags = channel.unpack(reduced_flags, op)
+            if flags_of_all is not None:
+                flags_of_all.check_all_train()
+                flags_of_all.check_same_variables()
+                slices = {i: slices[i] if has else None for i, has in zip(indices, flags_of_all.present)}
         found = [slices.get(i) for i in positions]
         found = [None if value is None else scaled(value, reduction.factor) for value in found]
         found = with_next_values(reduction, found, replicas)
-        return Moved(found, None if reduction.numbers is None else numbers, in_slices=True)
+        return Moved(found, None if make_flags is None else nonfinite_flags, in_slices=True)
 
     def _move_bucket(
-        self, bucket: Bucket, grads: dict[int, Tensor | None], along: Tensor | None, transfer: Transfer, op: ReduceOp
+        self, bucket: Bucket, grads: dict[int, Tensor | None], flags: Tensor | None, transfer: Transfer, op: ReduceOp
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         positions = sorted({piece.variable for pieces in bucket.pieces for piece in pieces})
         flat = {i: self._filled(grads.get(i), i, bucket.dtype) for i in positions}
         if bucket.is_uneven or not transfer.scatters:
             shaped = [ops.reshape(value, self.variables[i].shape) for i, value in flat.items()]
-            sums, along = transfer.all_reduce(positions, shaped, along, op)
+            sums, flags = transfer.all_reduce(positions, shaped, flags, op)
             whole = {i: ops.reshape(value, (-1,)) for i, value in zip(positions, sums)}
             mine = {p.variable: whole[p.variable][p.start : p.stop] for p in bucket.pieces[self.replica_id]}
         else:
             rows = [[(p.variable, p.start, flat[p.variable][p.start : p.stop]) for p in each] for each in bucket.pieces]
-            own, along = transfer.reduce_scatter(rows, bucket.chunk, along, op, bucket.dtype)
+            own, flags = transfer.reduce_scatter(rows, bucket.chunk, flags, op, bucket.dtype)
             mine = self._split(own, bucket)
-        return self._shaped(mine, positions, bucket.dtype), along
+        return self._shaped(mine, positions, bucket.dtype), flags
 
     def _split(self, own: Tensor, bucket: Bucket) -> dict[int, Tensor]:
         mine, start = {}, 0
@@ -243,7 +232,6 @@ class FlatShards(Shards):
     # -- the update ----------------------------------------------------------------------------------------------
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Update this replica's slices through `inner`, and give all replicas the new weights."""
         self._copy_in()
         positions = [self._position(variable) for variable in variables]
         pairs = [(i, grad) for i, grad in zip(positions, grads) if grad is not None]
@@ -253,7 +241,6 @@ class FlatShards(Shards):
         self._all_gather_weights(replicas)
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Let `inner` set the final values of the weights."""
         self._copy_in()
         inner.finalize_variable_values(self.inside(variables))
         self._all_gather_weights(runtime.communicator(self._axis_name))
@@ -341,7 +328,6 @@ class FlatShards(Shards):
     # -- files ---------------------------------------------------------------------------------------------------
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of the whole of this state; None if only its owner has it."""
         shape = tuple(variable.shape)
         if id(variable) in self._without_variable:
             return None if 0 in shape else shape
@@ -353,7 +339,6 @@ class FlatShards(Shards):
         return shape if i in self._own_pieces else None
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the whole of this state. All replicas call it together, and each receives it."""
         replicas = runtime.communicator(self._axis_name)
         i = self._slots.get(id(variable))
         if id(variable) in self._without_variable:
@@ -386,7 +371,6 @@ class FlatShards(Shards):
         return np.zeros(shape or ()) if whole is None else whole.reshape(shape or ())
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign this replica's part of the whole array."""
         i = self._slots.get(id(variable))
         if i is None and id(variable) not in self._without_variable:
             variable.assign(array)
@@ -401,7 +385,6 @@ class FlatShards(Shards):
     # -- the report ----------------------------------------------------------------------------------------------
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Return the bytes of this state on each replica, as far as this one can compute them."""
         held: list[int | None] = [0] * self.num_replicas
         whole = 0
         replicated = []

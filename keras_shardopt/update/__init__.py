@@ -10,6 +10,14 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - Other ways of sending gradients, such as 8-bit codes: a `Transport`, passed to the reducer.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
+Variables other than weights and optimizer state are of these kinds:
+
+- `Stage._replica_state`: has a different value on each replica, such as the sums of an accumulation window.
+- `Transport.carried`: passes values from one reduction to the next on the same replica, such as coding errors. Inside a
+  step, `Step.own` holds this replica's values.
+- `ExtensionStage.private`: differs among replicas for a time, such as an optimizer's state between averages.
+- `ExtensionStage.lasting`: is in optimizer files. Variables of other stages are not.
+
 A new feature is a file with a `Stage`, and a row in `STAGES`.
 """
 
@@ -41,20 +49,20 @@ STAGES: list[tuple[Place, Any]] = [
 
 
 def _rows(options: CrossShardOptions) -> list[Any]:
-    """Return the makers of stages, from the outermost to the innermost: those of the core, and the extensions."""
+    """Return the classes and extensions that create stages, from the outermost to the innermost."""
     rows = [*STAGES, *((extension.place, extension) for extension in options.extensions)]
     return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 
 
 def watch(
-    optimizer: CrossShardProtocol, stage: Stage, asker: str, add_variable: Callable[..., Any]
+    optimizer: CrossShardProtocol, stage: Stage, needed_for: str, add_variable: Callable[..., Any]
 ) -> tuple[Any, Callable[[], None]]:
-    """Insert a temporary stage into a built `CrossShard`, or return the one of this class that it has.
+    """Insert a temporary stage into a built `CrossShard`, or return its stage of this class.
 
     Args:
         optimizer: the `CrossShard`.
         stage: a stage that `CrossShard(stages=...)` accepts.
-        asker: the argument that needs it, as `name=value`, for errors.
+        needed_for: the argument that needs the stage, as `name=value`, for errors.
         add_variable: as in `Stage.build`.
 
     Returns:
@@ -76,13 +84,13 @@ def watch(
     inner = tuple(kind for place, kind in STAGES if place > Place.LOCAL)
     place = sum(not isinstance(each, inner) for each in pipeline.stages)
     pipeline.change([*pipeline.stages[:place], inserted, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
-    optimizer.state_finder.needing.append(asker)
+    optimizer.state_finder.needing.append(needed_for)
 
     def end() -> None:
         if pipeline.end_watch is end:
             pipeline.end_watch = None
             pipeline.change(*before)
-            optimizer.state_finder.needing.remove(asker)
+            optimizer.state_finder.needing.remove(needed_for)
 
     pipeline.end_watch = end
     return stage, end

@@ -1,6 +1,6 @@
 """Gradient accumulation: each replica sums the gradients of several micro-batches until the update.
 
-Hides the state between micro-batches and its form. The reducer decides on communication.
+Hides the state between micro-batches. The reducer decides on communication.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _NONE_YET = float("-inf")
 
 
 class Accumulation(Stage):
-    """Proceeds with the last micro-batch of each *accumulation window* only, with the means of the window.
+    """Proceeds only after the last micro-batch of each *accumulation window*, with the mean gradients of the window.
 
     Args:
         num_steps: int >= 2. Number of micro-batches per window.
-        counts_rows: bool. Whether to accumulate the replica's share of the rows too.
+        counts_rows: bool. Whether to accumulate the replica's share of the rows as well.
         context: the optimizer.
     """
 
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # The state of the latest gradients if they arrived reduced: DDP could not be detected again later.
-        self._came_reduced: GradientState | None = None
-        self._stacks = False
+        # The state of the latest gradients if they arrived reduced, because DDP cannot be detected again later.
+        self._arrived_state: GradientState | None = None
+        self._stacks_when_built = False
         self.stacked_along: str | None = None
         """The mesh axis of the replicas if one program stacks their sums along a first dimension; None otherwise."""
         self.snapshots: list[Variable] = []
@@ -95,7 +95,7 @@ class Accumulation(Stage):
             self._sums.append(
                 add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
             )
-        if self._stacks:
+        if self._stacks_when_built:
             self.stack()
 
     @property
@@ -109,7 +109,7 @@ class Accumulation(Stage):
         return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
 
     @property
-    def of_this_replica(self) -> list[Variable]:
+    def _sums_and_share(self) -> list[Variable]:
         """The variables with a different value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]
 
@@ -135,7 +135,7 @@ class Accumulation(Stage):
 
         def end(sums: Sequence[Tensor]) -> None:
             means, positions, share = self.means(sums)
-            arrived, self._came_reduced = self._came_reduced, None
+            arrived, self._arrived_state = self._arrived_state, None
             whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
             proceed(whole.replace(replica_axis=stacked))
 
@@ -147,21 +147,21 @@ class Accumulation(Stage):
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # gradients of all rows
-                self._came_reduced = state
+                self._arrived_state = state
                 return step
         return zero_without_rows(step)
 
     def stack(self) -> None:
-        """Expect stacked gradients from now on: one entry per replica along a first dimension."""
-        self._stacks = True
+        """Expect gradients stacked along a first dimension, one entry per replica, from now on."""
+        self._stacks_when_built = True
         if self.is_built and self.stacked_along is None:
             self.reset()
-            self.stacked_along = placement.place(self.of_this_replica, "per_replica")
+            self.stacked_along = placement.place(self._sums_and_share, "per_replica")
 
     @property
     def _replica_state(self) -> list[Variable]:
         """The sums and snapshots of the window, once built."""
-        return [*self.of_this_replica, *self.snapshots] if self.is_built else []
+        return [*self._sums_and_share, *self.snapshots] if self.is_built else []
 
     def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
         """Add the gradients of one micro-batch.
@@ -178,7 +178,7 @@ class Accumulation(Stage):
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
         if not runtime.is_concrete(starts):
-            self._warn_of_others(positions)
+            self._warn_of_missing(positions)
         elif starts:
             self._given, self._present = set(), set()
         self._given.update(positions)
@@ -195,7 +195,7 @@ class Accumulation(Stage):
         if self._share is not None:
             share = ops.cast(share, "float32")
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
-        return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
+        return is_complete, [ops.convert_to_tensor(v) for v in self._sums_and_share]
 
     def _count_up(self) -> tuple[Any, Any]:
         """Count a micro-batch. Return whether it is the first of its window, and whether it is the last."""
@@ -256,15 +256,15 @@ class Accumulation(Stage):
     def _is_trained(self, i: int) -> bool:
         return bool(getattr(self._variables[i], "trainable", True))
 
-    def _warn_of_others(self, positions: Sequence[int]) -> None:
-        others = [i for i in sorted(self._given - set(positions)) if self._is_trained(i)]
-        if others:
-            names = [getattr(self._variables[i], "path", str(i)) for i in others]
+    def _warn_of_missing(self, positions: Sequence[int]) -> None:
+        missing = [i for i in sorted(self._given - set(positions)) if self._is_trained(i)]
+        if missing:
+            names = [getattr(self._variables[i], "path", str(i)) for i in missing]
             warn(
-                "Micro-batches that are compiled should all have the same variables: which of them a window had is not "
-                "known there, so that those which had none are updated with a gradient of 0, which momentum and decay "
-                f"turn into a change. Received: micro-batches without {names}, after others with them. Use an "
-                "optimizer for each set of variables.",
+                "All compiled micro-batches should train the same variables. A variable without gradients in a window "
+                "is updated with a gradient of 0, but momentum and weight decay still change it. "
+                f"Received: micro-batches without {names}, after others with them. Use an optimizer for each set of "
+                "variables.",
             )
 
     def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:
@@ -304,8 +304,8 @@ def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
         if num_steps and theirs:
             raise ValueError(
-                "`gradient_accumulation_steps` must be given to `CrossShard` or to the inner optimizer, not to both: "
-                f"updates would come every {num_steps} * {theirs} steps only. "
+                "`gradient_accumulation_steps` must be given to `CrossShard` or to the inner optimizer, not to both, "
+                f"because updates would happen only every {num_steps} * {theirs} steps. "
                 f"Received: gradient_accumulation_steps={num_steps}, and "
                 f"{type(leaf).__name__}(gradient_accumulation_steps={theirs}) inside. "
                 f"Use `CrossShard({type(leaf).__name__}(...), gradient_accumulation_steps={num_steps})`."

@@ -5,7 +5,7 @@ with these variables exists, the text includes its layers and losses. The proces
 exchange the text itself only if digests differ, so the error of each names the difference.
 
 Private names of Keras touched here (a test holds them):
-    `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` given to `compile`.
+    `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` of `compile`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Description = dict[str, str]
 def described(optimizer: Optimizer, variables: Sequence[Variable]) -> Description:
     """Return a description of the training: names and values, both as text.
 
-    It omits legitimate differences: names of optimizers, the counters in Keras' names of layers (only their order
-    matters), seeds and initializers (all processes start with the same weights).
+    It omits legitimate differences: names of optimizers, counters in automatic layer names (only their order matters),
+    seeds, and initializers (all processes start with the same weights).
     """
     names = without_counters([_path(variable) for variable in variables])
     package = sys.modules["keras_shardopt"]  # an import would be circular
@@ -74,44 +74,46 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
     Raises:
         ValueError: on every process, if descriptions differ. It names the difference.
     """
-    if _is_everyones(mine):
+    if _is_same_on_all(mine):
         return
     # Some processes may hold an unreachable model that is not collected yet. All collect garbage, only at this point.
     gc.collect()
-    mine = {thing: value for thing, value in mine.items() if not _is_of_model(thing)}
+    mine = {entry: value for entry, value in mine.items() if not _is_of_model(entry)}
     _describe_model(optimizer, variables, mine)
-    if _is_everyones(mine):
+    if _is_same_on_all(mine):
         return
-    everyones = processes.gather_objects(mine)
-    things = list(dict.fromkeys(thing for theirs in everyones for thing in theirs))
-    differing = [thing for thing in things if len({theirs.get(thing) for theirs in everyones}) > 1]
+    all_descriptions = processes.gather_objects(mine)
+    entries = list(dict.fromkeys(entry for theirs in all_descriptions for entry in theirs))
+    differing = [entry for entry in entries if len({theirs.get(entry) for theirs in all_descriptions}) > 1]
     if not differing:
-        differing, everyones = ["order"], [{"order": repr(list(theirs))} for theirs in everyones]
-    # After a missing or moved variable (or layer) all later ones differ too, so name the first only.
-    variables = [thing for thing in differing if thing.startswith(_VARIABLE)]
-    layers = [thing for thing in differing if thing.startswith(_LAYER)]
-    named = [thing for thing in differing if thing not in (*variables[1:], *layers[1:])]
+        differing, all_descriptions = ["order"], [{"order": repr(list(theirs))} for theirs in all_descriptions]
+    # After a missing or moved variable (or layer) all later ones differ too, so name only the first.
+    variables = [entry for entry in differing if entry.startswith(_VARIABLE)]
+    layers = [entry for entry in differing if entry.startswith(_LAYER)]
+    named = [entry for entry in differing if entry not in (*variables[1:], *layers[1:])]
     if layers:
-        named = [thing for thing in named if _OF_LAYER not in thing]
-    received = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
+        named = [entry for entry in named if _OF_LAYER not in entry]
+    received = [
+        f"{entry}: {_by_process([theirs.get(entry, 'none') for theirs in all_descriptions])}" for entry in named
+    ]
     raise ValueError(
-        "All processes must train the same model with the same optimizer and the same versions. Nothing has been "
-        f"updated yet. Received {listed(received)}. "
-        "Run the same script with the same arguments, and the same installation, in every process."
+        "All processes must train the same model with the same optimizer and the same versions. No update has been "
+        f"made yet. Received {listed(received)}. "
+        "Run the same script, with the same arguments and the same installation, in every process."
     )
 
 
-def _is_everyones(mine: Description) -> bool:
+def _is_same_on_all(mine: Description) -> bool:
     digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
     return len(set(processes.gather_objects(digest))) == 1
 
 
-def _is_of_model(thing: str) -> bool:
+def _is_of_model(entry: str) -> bool:
     """Whether an entry comes from `_describe_model`."""
-    return thing in _LOSS or thing.startswith(_LAYER) or _OF_LAYER in thing
+    return entry in _LOSS or entry.startswith(_LAYER) or _OF_LAYER in entry
 
 
-_MOST_NAMES = 8
+_MAX_PROCESSES_NAMED = 8
 
 
 def _by_process(values: Sequence[str]) -> str:
@@ -124,8 +126,8 @@ def _by_process(values: Sequence[str]) -> str:
 def _processes(ids: Sequence[int]) -> str:
     if len(ids) == 1:
         return f"process {ids[0]}"
-    shown = [str(i) for i in ids[:_MOST_NAMES]]
-    last = shown.pop() if len(ids) <= _MOST_NAMES else f"{len(ids) - _MOST_NAMES} others"
+    shown = [str(i) for i in ids[:_MAX_PROCESSES_NAMED]]
+    last = shown.pop() if len(ids) <= _MAX_PROCESSES_NAMED else f"{len(ids) - _MAX_PROCESSES_NAMED} others"
     return f"processes {', '.join(shown)} and {last}"
 
 
@@ -134,39 +136,39 @@ def _processes(ids: Sequence[int]) -> str:
 
 def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -> None:
     """Add the class and arguments of an optimizer, and of those inside it."""
-    number = sum(thing.startswith("class of optimizer ") for thing in found)
+    number = sum(entry.startswith("class of optimizer ") for entry in found)
     kind = type(optimizer)
     found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
     where = f"optimizer {number} ({kind.__name__})"
     try:
         config = optimizer.get_config()
-    except Exception as error:  # any: user code may fail here, and this check must not
+    except Exception as error:  # user code may fail here, and this check must not
         config = {"config": type(error).__name__}
     for argument, value in config.items():
         if argument not in ("name", "inner_optimizer", "optimizers"):
-            found[f"`{argument}` of {where}"] = _in_words(value, paths)
+            found[f"`{argument}` of {where}"] = _as_text(value, paths)
     for part in children(optimizer):
         _describe(part, found, paths)
 
 
 def _describe_model(optimizer: Optimizer, variables: Sequence[Variable], found: Description) -> None:
     """Add the layers and losses of the model compiled with this optimizer, if it exists."""
-    # Ignore other models with these variables: a single process may have created them.
+    # Ignore other models with these variables: only one process may have created them.
     compiled = _compiled_with(optimizer, models_with(variables))
     if compiled is not None:
-        found[_LOSS[0]] = _short(_loss_in_words(getattr(compiled, "loss", None)))
+        found[_LOSS[0]] = _short(_loss_as_text(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
-        found[_LOSS[1]] = _short(_in_words(weights, {}))
+        found[_LOSS[1]] = _short(_as_text(weights, {}))
     # Nested models add nothing to the description of their layers.
     layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
     for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
         kind = type(layer)
         found[f"{_LAYER}{i}"] = f"`{name}` of {kind.__module__}.{kind.__qualname__}"
         for argument, value in _config_of(layer).items():
-            found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_in_words(value, {}))
+            found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_as_text(value, {}))
 
 
-def losses_that_add_up(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
+def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
     """Return the losses with `reduction="sum"` of the model compiled with this optimizer."""
     model = _compiled_with(optimizer, models_with(variables))
     losses = keras.tree.flatten(getattr(model, "loss", None))
@@ -174,30 +176,30 @@ def losses_that_add_up(optimizer: Optimizer, variables: Sequence[Variable]) -> l
 
 
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
-    """Return the smallest of these models with this optimizer, possibly inside another one; or None."""
+    """Return the smallest of these models with this optimizer, possibly within another optimizer; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
     return None
 
 
-def _loss_in_words(loss: Any) -> str:
+def _loss_as_text(loss: Any) -> str:
     if isinstance(loss, dict):
-        return f"{{{', '.join(f'{key!r}: {_loss_in_words(value)}' for key, value in loss.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_loss_as_text(value)}' for key, value in loss.items())}}}"
     if isinstance(loss, (list, tuple)):
-        return f"[{', '.join(map(_loss_in_words, loss))}]"
+        return f"[{', '.join(map(_loss_as_text, loss))}]"
     if isinstance(loss, keras.losses.Loss):
-        return f"{type(loss).__name__}({_in_words(_config_of(loss), {})})"
-    return _in_words(loss, {})
+        return f"{type(loss).__name__}({_as_text(_config_of(loss), {})})"
+    return _as_text(loss, {})
 
 
-def _config_of(thing: Any) -> dict[str, Any]:
+def _config_of(layer_or_loss: Any) -> dict[str, Any]:
     """Return the arguments of a layer or loss, without those that may differ."""
-    if isinstance(thing, keras.layers.TorchModuleWrapper):
-        return {"module": repr(thing.module)}  # its config would contain all weights and their devices
+    if isinstance(layer_or_loss, keras.layers.TorchModuleWrapper):
+        return {"module": repr(layer_or_loss.module)}  # its config would contain all weights and their devices
     try:
-        config = thing.get_config()
-    except Exception as error:  # any: user code may fail here, and this check must not
+        config = layer_or_loss.get_config()
+    except Exception as error:  # user code may fail here, and this check must not
         return {"get_config": type(error).__name__}
     return _comparable(config) if isinstance(config, dict) else {}
 
@@ -218,27 +220,27 @@ def _may_differ(key: Any) -> bool:
 
 def _short(text: str) -> str:
     """Shorten a text for an error message; different texts stay different."""
-    if len(text) <= _MOST_LETTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    return f"{text[:_MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return f"{text[:_MAX_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
-_MOST_LETTERS = 120
+_MAX_CHARACTERS = 120
 
 
-def _in_words(value: Any, paths: dict[str, str]) -> str:
+def _as_text(value: Any, paths: dict[str, str]) -> str:
     if isinstance(value, dict):
         if value.get("class_name") == "__lambda__":
             return "a lambda"  # its config contains the name of its file, and that may differ
         if isinstance(value.get("class_name"), str) and "config" in value:
-            return f"{value['class_name']}({_in_words(value['config'], paths)})"
+            return f"{value['class_name']}({_as_text(value['config'], paths)})"
         # Sorted, because a dict built from a set has a different order on each process.
-        items = sorted(f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items())
+        items = sorted(f"{_as_text(key, paths)}: {_as_text(item, paths)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_in_words(item, paths) for item in value)}]"
+        return f"[{', '.join(_as_text(item, paths) for item in value)}]"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(_in_words(item, paths) for item in value))}}}"
+        return f"{{{', '.join(sorted(_as_text(item, paths) for item in value))}}}"
     if isinstance(value, keras.Variable):
         return repr(paths.get(value.path, value.path))
     if isinstance(value, str):

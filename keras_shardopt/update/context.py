@@ -1,4 +1,4 @@
-"""`CrossShard` as seen by the modules that it imports: its type, and the small interface for stages."""
+"""The description of `CrossShard` for the modules that it imports: its type, and the interface for stages."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class StageContext:
         variables: Sequence[Variable] = self._optimizer._trainable_variables
         return variables
 
-    def places(self, variables: Sequence[Variable]) -> Sequence[int]:
+    def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
         """Return the positions of these variables. Before `build`, assume that these are all variables."""
-        every = self.trainable
-        if not every or (len(variables) == len(every) and all(map(operator.is_, variables, every))):
+        trainable = self.trainable
+        if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
         return [self.position(variable) for variable in variables]
 
     def position(self, variable: Variable) -> int:
-        """Return the position of a variable among the trainable ones."""
+        """Return the index of a variable in `trainable`."""
         return int(self._optimizer._position(variable))
 
     @property
@@ -78,7 +78,7 @@ class StageContext:
 
     @property
     def counter(self) -> Any:
-        """The variable that counts calls of an inner optimizer that accumulates itself, and else updates."""
+        """The variable that counts updates, or micro-batches if an inner optimizer accumulates gradients."""
         return self._optimizer._iterations
 
     @property
@@ -92,7 +92,7 @@ class StageContext:
 
     @property
     def written(self) -> list[Variable]:
-        """All variables that an update reads or assigns."""
+        """All variables that an update reads or assigns, except the sums of an accumulation window."""
         return list(self._optimizer._written())
 
     def arrives(self, step: Step) -> GradientState:
@@ -106,7 +106,7 @@ class StageContext:
         return bool(self._optimizer.state_finder.may_be_local)
 
     @property
-    def told(self) -> GradientState | None:
+    def declared_state(self) -> GradientState | None:
         """The state of gradients set by the argument `gradients` or a trainer; None to detect it."""
         state: GradientState | None = self._optimizer.state_finder.told
         return state
@@ -118,13 +118,13 @@ class StageContext:
 
     @property
     def started(self) -> Communicator | None:
-        """The ranks that have started with equal weights; None before."""
+        """PyTorch: the ranks that have started with equal weights; None before."""
         comm: Communicator | None = self._optimizer.peers.started
         return comm
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates (local SGD)."""
+        """Whether replicas update with different gradients (local SGD), so each may skip an update independently."""
         return bool(self._optimizer.scope_inside.updates_differ)
 
     @property
@@ -144,7 +144,7 @@ class StageContext:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the last backward pass has left global gradients."""
+        """Whether the last backward pass has already reduced the gradients."""
         return bool(self._optimizer.pipeline.reducer.has_finished)
 
     def micro_batch(self, step: Step, starts: Any) -> None:

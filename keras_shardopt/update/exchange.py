@@ -1,6 +1,6 @@
-"""Move a `Reduction`: reduce the gradients of all replicas, and the numbers that travel with them.
+"""Execute a `Reduction`: reduce the gradients of all replicas, together with their flags.
 
-It imports no framework, so tests replace the replicas by fakes.
+This module imports no framework, so tests replace the replicas by fakes.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ class Moved(NamedTuple):
     grads: list[Tensor | None]
     """Global gradients, or this replica's slices of them."""
 
-    numbers: Tensor | None
-    """The sums or means of the numbers that travelled along; only their sign matters. None without numbers."""
+    nonfinite_flags: Tensor | None
+    """The sums or means of `Reduction.nonfinite_flags`, of which only the sign matters; None without flags."""
 
     in_slices: bool = False
     """Whether each replica has different slices."""
 
 
 def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Moved:
-    """Give every replica the whole result.
+    """Reduce the gradients to all replicas.
 
     Raises:
         ValueError: on every replica, if not all train the same variables.
     """
     plain = [i for i, variable in enumerate(reduction.variables) if not overwrites_variable(variable)]
-    sums, numbers = _sums(reduction, plain, transfer, members)
+    sums, nonfinite_flags = _sums(reduction, plain, transfer, members)
     reduced: list[Tensor | None] = list(reduction.grads)
     for i, result in zip(plain, sums):
         reduced[i] = None if result is None else scaled(result, reduction.factor)
-    return Moved(with_next_values(reduction, reduced, members), numbers)
+    return Moved(with_next_values(reduction, reduced, members), nonfinite_flags)
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Add the largest next values to the results. They travel last, after all replicas agree on their variables."""
+    """Add the largest next values to the results. This comes last, after the check for equal variables."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -57,51 +57,53 @@ def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members
 def _sums(
     reduction: Reduction, plain: Sequence[int], transfer: Transfer, members: Communicator
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Return the reduced gradients at these places, some of them None, and the numbers."""
+    """Return the reduced gradients of these variables, some of them None, and the reduced nonfinite flags."""
     grads, variables = [reduction.grads[i] for i in plain], [reduction.variables[i] for i in plain]
-    numbers = None if reduction.numbers is None or not plain else reduction.numbers(dtype_of(variables[0]))
+    make_flags = reduction.nonfinite_flags
+    nonfinite_flags = None if make_flags is None or not plain else make_flags(dtype_of(variables[0]))
     if members.is_spmd:
         present = [k for k, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
         sent = [_shaped(grads[k], variables[k]) for k in present]
-        sums, numbers = transfer.all_reduce([reduction.places[plain[k]] for k in present], sent, numbers, reduction.op)
+        positions = [reduction.places[plain[k]] for k in present]
+        sums, nonfinite_flags = transfer.all_reduce(positions, sent, nonfinite_flags, reduction.op)
         for k, total in zip(present, sums):
             result[k] = total
-        return result, numbers
+        return result, nonfinite_flags
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
-        return [], numbers
-    # Members of one group may detect the failure of another group at different times, so they exchange it.
+        return [], nonfinite_flags
+    # Members of a group may detect another group's failure at different times, so they exchange a flag.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
     has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.others_have_failed()
     failed = [has_failed] if is_group else []
     trained = None if reduction.trained is None else [reduction.trained[i] for i in plain]
     channel = SideChannel(members, variables, [g is not None for g in grads], trained, reduction.trains, failed)
-    along = channel.pack(dtype_of(filled[0]), numbers)
-    sums, told = transfer.all_reduce([reduction.places[i] for i in plain], filled, along, reduction.op)
-    assert told is not None
-    heard, told = channel.unpack(told, reduction.op)
-    numbers = None if numbers is None else told
-    if heard is None:
-        return list(sums), numbers
-    if any(heard.more):
+    flags = channel.pack(dtype_of(filled[0]), nonfinite_flags)
+    sums, reduced_flags = transfer.all_reduce([reduction.places[i] for i in plain], filled, flags, reduction.op)
+    assert reduced_flags is not None
+    flags_of_all, rest = channel.unpack(reduced_flags, reduction.op)
+    nonfinite_flags = None if nonfinite_flags is None else rest
+    if flags_of_all is None:
+        return list(sums), nonfinite_flags
+    if any(flags_of_all.more):
         raise_failure_of_others(members)
     try:
-        heard.check_all_train()
-        heard.check_same_variables()
+        flags_of_all.check_all_train()
+        flags_of_all.check_same_variables()
     except ValueError as error:
         if ranks is not None:
             ranks.say_failure(str(error), members.members[0])
         raise
-    return [total if has else None for total, has in zip(sums, heard.present)], numbers
+    return [total if has else None for total, has in zip(sums, flags_of_all.present)], nonfinite_flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
-    """Raise the ValueError that the replicas of another group have raised."""
+    """Raise the ValueError that the replicas of another group have raised before."""
     ranks = _ranks_of(replicas)
     words = "" if ranks is None else ranks.take_failure()
-    raise ValueError(words or "All groups must train. Received: an error in another one.")
+    raise ValueError(words or "All groups must train. Received: an error in another group. See its message.")
 
 
 # Backends on which one group can fail while another is at a different collective.

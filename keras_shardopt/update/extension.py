@@ -30,7 +30,7 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The reverse of `get_config`."""
+        """Create an object from the result of `get_config`."""
         return cls(**{name: made(value) for name, value in config.items()})
 
     def __repr__(self) -> str:
@@ -48,27 +48,27 @@ def _shown(value: Any) -> str:
 
 
 class Settings(Configured):
-    """Base class of the objects that hold some arguments of `CrossShard`. They cannot be changed."""
+    """Base class of immutable objects that hold arguments of `CrossShard`."""
 
     old_arguments: ClassVar[Mapping[str, Any]] = {}
-    """The arguments of `CrossShard` that they replace, with their defaults. They work for one more release."""
+    """The former arguments of `CrossShard` and their defaults. They still work for one release."""
 
     spelling: ClassVar[str]
     """The new spelling in a `DeprecationWarning`, with `{}` for the object."""
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the object for the old arguments in `arguments`."""
+        """Create the object from old arguments."""
         raise NotImplementedError
 
     def to_old(self) -> dict[str, Any]:
-        """Return the old arguments, as attributes of the optimizer for one more release."""
+        """Return the old arguments, which are attributes of the optimizer for one more release."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
             raise AttributeError(
-                f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Make a new one."
+                f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Create a new one."
             )
         super().__setattr__(name, value)
 
@@ -77,10 +77,10 @@ class Extension(Settings):
     """Base class of the features that users pass to `CrossShard(extensions=[...])`."""
 
     place: ClassVar[Place]
-    """The place of its stage."""
+    """The place of its stage among the stages of the core."""
 
     needs_local_gradients: ClassVar[bool] = False
-    """Whether it needs each replica's gradients, before they are reduced."""
+    """Whether it needs each replica's unreduced gradients."""
 
     spelling = "extensions=[{}]"
 
@@ -93,7 +93,7 @@ class Extension(Settings):
 
 
 def made(value: Any, custom_objects: Any = None) -> Any:
-    """Return the object of a serialized one, and anything else unchanged."""
+    """Deserialize a config. Return anything but a dict unchanged."""
     if not isinstance(value, dict):
         return value
     return keras.saving.deserialize_keras_object(portable(value), custom_objects=custom_objects)
@@ -103,28 +103,28 @@ class ExtensionStage(Stage):
     """Base class of the stages of extensions. All hooks do nothing by default."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether files and backups contain its state."""
+    """Whether files (`lasting`) and backups (`save_state`) contain its state."""
 
     keeps_bits: ClassVar[bool] = False
     """Whether results must be bitwise independent of the number of replicas."""
 
     reducer: Any = None
-    """The reducer that replaces the usual one, or None."""
+    """Replaces the reducer of `reducer_of`, or None."""
 
     optimizers: Sequence[Any] = ()
     """Its optimizers, in addition to the inner one."""
 
     lasting: Sequence[Variable] = ()
-    """Its variables in optimizer files."""
+    """Its variables that optimizer files contain."""
 
     private: Sequence[Variable] = ()
-    """The variables that differ among replicas, in addition to `_replica_state`."""
+    """Variables outside `_replica_state` that may differ among replicas for a time."""
 
     are_apart: bool = False
-    """Whether replicas have different weights now."""
+    """Whether replicas currently have different weights."""
 
     settles_skips: bool = False
-    """Whether it restores the changes of a skipped update on each replica."""
+    """Whether it restores moving statistics after skipped updates, in place of `Rollback.settled`."""
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if a loss-scaling optimizer `outer` must not wrap this one."""
@@ -133,7 +133,7 @@ class ExtensionStage(Stage):
         """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives for a traffic report, and the number of updates that share them."""
+        """Return the collectives for a traffic report, and the number of updates per execution of them."""
         return list(collectives), 1
 
     def save_state(self) -> list[np.ndarray]:

@@ -27,7 +27,7 @@ class FusedUpdate(Stage):
     def __init__(self, context: StageContext) -> None:
         self._context = context
         self._innermost: list[tuple[Any, bool]] = []
-        """Each optimizer with an update rule, and whether to reproduce Keras' arithmetic bit for bit."""
+        """Each optimizer with an update rule, and whether its results must be bitwise identical to Keras'."""
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""The state in which gradients arrive at an optimizer (detected or set), and checks that it suits the options."""
+"""How gradients arrive at an optimizer (`GradientState`, detected or set), and checks that the options support it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _GLOBAL_ADVICE = (
 )
 _GROUPS_ADVICE = (
     # One program with replicated weights cannot hold weights that differ between groups.
-    "The weights of groups drift apart, so on JAX give each replica its own in a custom training loop "
-    "inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`; `model.fit` has one copy for all. "
-    "On PyTorch train without `DistributedDataParallel`."
+    "Groups train different weights. On JAX, `model.fit` has one copy of the weights for all replicas, so use a custom "
+    "training loop inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`. "
+    "On PyTorch, train without `DistributedDataParallel`."
 )
 _DIVIDED_BEFORE = (
-    "All losses that an optimizer trains with must be divided by the number of replicas, or none. Received: a step in "
-    "which nothing was seen to divide, after one that did divide. It counts as divided, too, because a `tf.function` "
-    'that was traced before does not show. Use `CrossShard(..., gradients="prescaled")` if it is, and an optimizer of '
-    'its own, with `gradients="local"`, for a loss that is the mean over the rows of one replica.'
+    "Either all losses of an optimizer must be divided by the number of replicas, or none. Received: a step without a "
+    "detected division, after a step with one. It is treated as divided, because losses in an already traced "
+    '`tf.function` cannot be detected. If the loss is divided, use `CrossShard(..., gradients="prescaled")`. If it is '
+    'the mean over the rows of one replica, use a separate optimizer with `gradients="local"`.'
 )
 
 
@@ -33,8 +33,8 @@ _DIVIDED_BEFORE = (
 _losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
-def _evidence_of(comm: Communicator, told: GradientState | None = None) -> Evidence:
-    found: Evidence = Evidence() if _losses is None else _losses.evidence_of(comm, told)
+def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> Evidence:
+    found: Evidence = Evidence() if _losses is None else _losses.evidence_of(comm, declared)
     return found
 
 
@@ -87,12 +87,12 @@ class GradientStateFinder:
             if self._options.gradients != "auto":
                 advice = f"Leave `gradients={self._options.gradients!r}` out. {advice}"
             self._warn_once(
-                f"{self._optimizer!r} accumulates gradients that are reduced already, so that updates are right, but "
-                f"each micro-batch communicates. {advice}",
+                f"{self._optimizer!r} accumulates gradients that arrive reduced. Updates are correct, but each "
+                f"micro-batch communicates. {advice}",
                 "accumulates",
             )
         if is_reduced and self.needing:
-            self._refuse(state, comm.num_replicas)
+            self._raise_reduced(state, comm.num_replicas)
         return step.replace(gradient_state=state)
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
@@ -116,7 +116,7 @@ class GradientStateFinder:
             self._warned.add(key or words)
             warn(words)
 
-    def _refuse(self, state: GradientState, num_replicas: int) -> None:
+    def _raise_reduced(self, state: GradientState, num_replicas: int) -> None:
         rule = f"`{self.needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
         if state is GradientState.SUMMED:
             received = "gradients that `shard_map` has summed over the replicas already"
@@ -134,16 +134,15 @@ def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
     if isinstance(finder, GradientStateFinder):
         if finder.accumulates:
             raise ValueError(
-                "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
-                f"in each micro-batch. Received: inner_optimizer={optimizer!r}."
+                "`gradient_accumulation_steps` must be given to the outer `CrossShard`. Inside it, each micro-batch "
+                f"would communicate. Received: inner_optimizer={optimizer!r}."
             )
         if finder.needs_local_gradients or getattr(optimizer, "group_assignment", None):
             raise ValueError(
-                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression`, `extensions` and `stages` "
-                "that look at them need the gradients of each replica, and inside another `CrossShard` they are global "
-                "already. "
+                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression`, and some `extensions` and "
+                "`stages` need each replica's gradients, but inside another `CrossShard` gradients are global already. "
                 f"Received: inner_optimizer={optimizer!r}. "
-                "Give these arguments to the outer `CrossShard`."
+                "Pass these arguments to the outer `CrossShard`."
             )
     for inner in children(optimizer):
         refuse_local_gradients_inside(inner)

@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Variable
 
 
 class Known:
-    """The cached value of one variable. It is read again after an assignment elsewhere. For untraced steps."""
+    """The cached value of one variable, for untraced steps. It is read again after an assignment elsewhere."""
 
     def __init__(self) -> None:
         self._value = np.zeros(())

@@ -1,8 +1,8 @@
 """The loss of the whole batch, computed on replicas that each have a part of it.
 
-Keras divides a loss by the local number of rows, sum of weights or mask. With uneven parts, the mean of these losses
-is not the mean over the batch. Inside `batch_shared()`, the losses of `compile(loss=...)`, and every
-`keras.losses.Loss`, divide by the total over all replicas.
+Keras divides a loss by the replica's number of rows, sum of weights, or mask. If replicas have different numbers of
+rows, the mean of these losses is not the mean over the batch. Inside `batch_shared()`, every `keras.losses.Loss`,
+including those of `compile(loss=...)`, divides by the total over all replicas.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.loss.reduce_weighted_values` - reduces the values of a loss to a scalar in `Loss.__call__`.
@@ -31,7 +31,7 @@ from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
-# Backends that record divided losses, such as those of this module, to detect the state of gradients.
+# Backends that record divided losses, including those of this module, to detect how gradients arrive.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
@@ -68,14 +68,14 @@ def _reduce_weighted_values(
     if part is None or reduction in (None, "none"):
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
     values = ops.convert_to_tensor(values, dtype=dtype)
-    adds_up = reduction == "sum" and len(values.shape) > 0
+    is_sum = reduction == "sum" and len(values.shape) > 0
     if len(values.shape) == 0:
         if _has_padding(part):
             raise ValueError(
-                "A loss function must return one value for each row if a model with a synchronized "
-                "`BatchNormalization` gets a batch that does not divide by the number of replicas. Received: a scalar, "
-                f"for {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Leave out the mean over "
-                "rows, or use batches that divide."
+                "A loss function must return one value for each row if the model has a synchronized "
+                "`BatchNormalization` and the batch size is not a multiple of the number of replicas. Received: a "
+                f"scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Return one value "
+                "per row, or use a batch size that is a multiple."
             )
         # A scalar has no values per row, so assume the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
@@ -83,11 +83,11 @@ def _reduce_weighted_values(
         # A custom loss may select values, so their count may equal the number of rows on some replicas only.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
-    return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
+    return _dividing.note_divided(loss, is_sum) if part.losses_are_divided and _dividing is not None else loss
 
 
 def _is_of_keras(loss: Any) -> bool:
-    """Whether a loss is built into Keras. Those have the same number of values per row on every replica."""
+    """Whether a loss is built into Keras, so it has the same number of values per row on every replica."""
     function = getattr(loss, "fn", None)
     return all(getattr(each, "__module__", None) == keras_losses.__name__ for each in (type(loss), function))
 
@@ -100,14 +100,14 @@ def _loss_of_whole_batch(
     part: BatchShare,
     is_by_row: bool,
 ) -> Tensor:
-    r"""Return the sum over this part divided by the count of all parts: the parts sum to the loss of the whole batch.
+    r"""Return the sum over this part divided by the count of all parts. The parts sum to the loss of the whole batch.
 
     Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this part, $\Sigma$
     over all parts. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
 
     - 1 for "sum",
-    - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the part
-      of the mask that is set),
+    - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the
+      fraction of the mask that is set),
     - $\Sigma w m$ for "mean_with_sample_weight".
 
     Replicas exchange these counts, except $\Sigma 1$ if each row has the same number of values (`is_by_row`).
@@ -118,7 +118,7 @@ def _loss_of_whole_batch(
     counts = []
     if mask is not None:
         mask = ops.convert_to_tensor(mask, dtype=dtype)
-        counts = [ops.sum(ops.cast(_rows_that_count(mask, part), wide)), _size(mask, part, wide)]
+        counts = [ops.sum(ops.cast(_without_padding(mask, part), wide)), _size(mask, part, wide)]
         if weight is None:
             weight = mask
         else:
@@ -127,12 +127,12 @@ def _loss_of_whole_batch(
     if weight is not None:
         values, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
         values = values * weight
-    total = ops.sum(_rows_that_count(values, part))
+    total = ops.sum(_without_padding(values, part))
     if reduction == "sum":
         return total * ops.cast(_factor(part), dtype)
     counts = [_size(values, part, wide), *counts]
     if reduction == "mean_with_sample_weight" and weight is not None:
-        counts = [ops.sum(ops.cast(_rows_that_count(weight, part), wide))]
+        counts = [ops.sum(ops.cast(_without_padding(weight, part), wide))]
     elif reduction == "mean_with_sample_weight":
         counts = counts[:1]
     elif is_by_row and mask is None:
@@ -144,7 +144,7 @@ def _loss_of_whole_batch(
     return cast(ops.divide_no_nan(cast(total, wide) * _factor(part), divisor), dtype)
 
 
-def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
+def _without_padding(values: Tensor, part: BatchShare) -> Tensor:
     """Return `values` with zeros in the padding rows."""
     if not part.ends_early:
         return values
@@ -153,7 +153,7 @@ def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
 
 
 def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
-    """Return the number of elements of `values` without padding rows, as a scalar tensor."""
+    """Return the number of elements of `values` outside padding rows, as a scalar tensor."""
     shape = ops.shape(values)
     if part.ends_early:
         shape = (part.local_batch_size, *shape[1:])
@@ -161,7 +161,7 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether the number of values per row is known, provided that all rows have the same number."""
+    """Whether the number of rows of `values` is known."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
@@ -188,14 +188,14 @@ def _factor(part: BatchShare) -> int:
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
     """Replace `update_state` of a metric that holds a mean loss.
 
-    The mean of the replicas' losses is the loss of the whole batch, so each has the weight of `equal_part` rows.
+    The mean of the replicas' losses is the loss of the whole batch, so each gets the weight of `equal_part` rows.
     """
     part = current_share()
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
-            value = _dividing.divided(value)  # Keras has multiplied it by N, because it divides losses elsewhere
-        # TensorFlow passes None for the losses of several outputs, since Keras 3.16 only if a trace has an unknown
-        # number of rows. Each batch then has weight 1 regardless of its rows.
+            value = _dividing.divided(value)  # Keras has multiplied it by N, to undo its division of losses
+        # On TensorFlow, Keras passes None for the losses of several outputs (since Keras 3.16 only if a trace has an
+        # unknown number of rows). Each batch then has weight 1 regardless of its rows.
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
@@ -219,19 +219,19 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """Return `aggregate(loss)` for one of `model.losses`. It is exact for weight penalties and for means over rows."""
+    """Return `aggregate(loss)` for one of `model.losses`. It is exact for weight penalties and means over rows."""
     part = current_share()
     if part is None:
         return aggregate(loss)
-    _refuse_losses_of_padding(model, part)
+    _check_no_losses_of_padding(model, part)
     own = _own_losses.get()
     if own is not None:
         count, losses = own
         if len(model.losses) != count:
             raise ValueError(
-                "`add_loss` must be called in the forward pass, where losses of replicas can be told apart. "
-                f"Received: {len(model.losses)} additional losses in `compute_loss`, {count} when it was called. "
-                "Add the loss to what `compute_loss` returns."
+                "`add_loss` must be called in the forward pass, because later losses have no replica. "
+                f"Received: {len(model.losses)} additional losses in `compute_loss`, but {count} after the forward "
+                "pass. Add the loss to the result of `compute_loss` instead."
             )
         loss = next(losses)
     loss = aggregate(loss)
@@ -245,15 +245,16 @@ def _has_padding(part: BatchShare) -> bool:
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 
-def _refuse_losses_of_padding(model: Any, part: BatchShare) -> None:
+def _check_no_losses_of_padding(model: Any, part: BatchShare) -> None:
     """Raise ValueError if an added loss includes padding rows."""
     if not _has_padding(part):
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
     if len(model.losses) > len(penalties):
         raise ValueError(
-            "`add_loss` and `activity_regularizer` count all rows that a layer gets. In a model with a synchronized "
-            "`BatchNormalization` these include padding if a batch does not divide by the number of replicas and the "
-            f"optimizer needs each replica's gradients. Received: {len(model.losses) - len(penalties)} added loss(es), "
-            f"with {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use batches that divide."
+            "`add_loss` and `activity_regularizer` would include padding rows: the model has a synchronized "
+            "`BatchNormalization`, the optimizer needs each replica's gradients, and the batch size is not a multiple "
+            f"of the number of replicas. Received: {len(model.losses) - len(penalties)} added loss(es), with "
+            f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use a batch size that is a "
+            "multiple."
         )

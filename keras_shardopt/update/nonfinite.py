@@ -1,7 +1,12 @@
-"""The replica and the variable of a nonfinite gradient, encoded as numbers that survive a reduction.
+"""Nonfinite gradients: find the replica and the variable, and skip the update.
 
-Each replica checks only its gradients. It sends the position of the first nonfinite one along, as binary digits in
-slots reserved for it. So a sum or a mean in any dtype preserves the digits of all replicas.
+Each replica checks only its gradients. It sends the index of its first nonfinite gradient with the gradients, as
+binary digits (flags) in elements reserved for this replica. A sum or mean in any dtype preserves the digits of all
+replicas. The result has three forms:
+
+- Before the reduction: a scalar, the index from 1 of this replica's first nonfinite gradient, or 0.
+- In the reduction: flags, `num_flags` elements.
+- After the reduction: `found_inf`, three ints that are equal on all replicas. `Step.found_inf` describes them.
 """
 
 from __future__ import annotations
@@ -28,21 +33,21 @@ class SkipNonFinite(Stage):
 
     Args:
         context: the optimizer under construction. Creating the counters now makes them readable before `build`.
-        leaves_it_to_others: whether a loss scaling inside skips and counts such updates instead.
-        sees_own: whether a stage uses each replica's gradients, so this one must check them before the reduction.
+        skips_inside: whether a loss scaling inside skips and counts such updates instead.
+        checks_early: whether to check each replica's gradients before the reduction, even if they arrive reduced.
     """
 
     needs_local_gradients = False
 
-    def __init__(self, context: StageContext, leaves_it_to_others: bool, sees_own: bool) -> None:
+    def __init__(self, context: StageContext, skips_inside: bool, checks_early: bool) -> None:
         optimizer = context.optimizer
         self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")
         """The number of skipped updates: a scalar variable."""
         unknown = keras.initializers.Constant(UNKNOWN)
         self.source = optimizer.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
-        """The replica and the variable's position of the last nonfinite gradient; `UNKNOWN` for either."""
-        self.leaves_it_to_others = leaves_it_to_others
-        self._sees_own = sees_own
+        """The replica and the variable's position of the last nonfinite gradient; either may be `UNKNOWN`."""
+        self._skips_inside = skips_inside
+        self._checks_early = checks_early
         self._context = context
         self._num_reported = 0
 
@@ -61,7 +66,7 @@ class SkipNonFinite(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Check gradients after `replica_transform` and before `replica_clipnorm`, because clipping spreads a NaN."""
-        if not (step.is_local or self._sees_own):
+        if not (step.is_local or self._checks_early):
             return step
         return step.replace(found_inf=first_not_finite(step.grads, step.variables))
 
@@ -73,21 +78,21 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        places = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
-        # `UNKNOWN`, -1, becomes the last index.
-        names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
-        self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
-        if self.leaves_it_to_others:
+        # By index in the step, the position in the optimizer. `UNKNOWN`, -1, becomes the last entry.
+        positions = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
+        source = ops.stack([found_inf[1], ops.take(positions, found_inf[2] % (len(step.variables) + 1), axis=0)])
+        self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
+        if self._skips_inside:
             proceed(step)
             return
         self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
-        apart = self._context.updates_differ
-        proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, apart)
+        updates_differ = self._context.updates_differ
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, updates_differ)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def last(self) -> tuple[int, int]:
-        """Return the last replica and the variable's position; `UNKNOWN` for either."""
+        """Return the replica and the variable's position of the last nonfinite gradient; either may be `UNKNOWN`."""
         replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
         return replica, position
 
@@ -98,7 +103,7 @@ class SkipNonFinite(Stage):
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raise FloatingPointError if more updates were skipped than at the last call; never with `from_now`."""
+        """Raise FloatingPointError if updates were skipped since the last call. `from_now` only restarts the count."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
@@ -108,15 +113,15 @@ _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 
 def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return the position, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite.
+    """Return the index, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite.
 
     None entries and the next values of variables with `overwrite_with_gradient` are ignored.
     """
-    seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
-    if not seen:
+    checked = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
+    if not checked:
         return ops.zeros((), "int32")
-    is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in seen]))
-    positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
+    is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in checked]))
+    positions = ops.convert_to_tensor([i + 1 for i in checked], "int32")
     none = ops.full((), len(grads) + 1, "int32")
     first = ops.min(ops.where(is_bad, positions, none))
     return ops.where(ops.equal(first, none), ops.zeros_like(first), first)
@@ -128,23 +133,23 @@ def num_flags(num_variables: int, num_replicas: int) -> int:
 
 
 def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
-    """Encode a position from `first_not_finite` as binary digits in this replica's slots; 0 in all others."""
-    places = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
-    digits = ops.cast(ops.floor_divide(position, places) % 2, dtype)
+    """Encode an index from `first_not_finite` as binary digits in this replica's elements; all others are 0."""
+    powers = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
+    digits = ops.cast(ops.floor_divide(position, powers) % 2, dtype)
     mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
     return ops.reshape(mine[:, None] * digits[None, :], (-1,))
 
 
 def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Decode the first replica with a nonfinite gradient, and its position, from reduced flags.
+    """Decode reduced flags: find the first replica with a nonfinite gradient, and the index of that gradient.
 
     Returns:
-        An int32 tensor of shape `[2]`: the replica and the position, from 0; (-1, -1) if all gradients are finite.
+        An int32 tensor of shape `[2]`: the replica and the index, from 0; (-1, -1) if all gradients are finite.
     """
     num_digits = num_variables.bit_length()
     digits = ops.cast(ops.reshape(flags, (num_replicas, num_digits)) > 0, "int32")
-    places = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
-    positions = ops.cast(ops.sum(digits * places[None, :], axis=1), "int32")
+    powers = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
+    positions = ops.cast(ops.sum(digits * powers[None, :], axis=1), "int32")
     replicas = ops.arange(num_replicas, dtype="int32")
     first = ops.min(ops.where(positions > 0, replicas, ops.full_like(replicas, num_replicas)))
     is_first = ops.cast(ops.equal(replicas, first), "int32")
@@ -153,25 +158,25 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
     return ops.stack([replica, position])
 
 
-def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` from reduced flags and the first nonfinite position in the sums (from 1; or 0).
+def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+    """Return `found_inf` from reduced flags and the first nonfinite index in the sums (from 1; or 0).
 
     A sum may overflow even if all terms are finite.
     """
-    names = nonfinite_source(told, num_variables, num_replicas)
-    is_named = names[1] >= 0
-    is_bad = ops.where(is_named, ops.ones_like(position), position)
-    return ops.stack([is_bad, names[0], ops.where(is_named, names[1], position - 1)])
+    source = nonfinite_source(flags, num_variables, num_replicas)
+    is_known = source[1] >= 0
+    is_bad = ops.where(is_known, ops.ones_like(position), position)
+    return ops.stack([is_bad, source[0], ops.where(is_known, source[1], position - 1)])
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return `Step.found_inf` for gradients that are global already."""
+    """Return `found_inf` for gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
-    """Return the results of `check_grads` for all replicas, from those of each.
+    """Combine the results of `check_grads` of all replicas.
 
     Raises:
         ValueError: on the other replicas, if some call `fail_among_all` instead.
@@ -192,61 +197,60 @@ _FAILS = 2.0
 """Greater than any bool."""
 
 
-def moved_and_checked(
+def move_and_check(
     reduction: Reduction, move: Callable[[Reduction], Moved], members: Communicator
 ) -> tuple[list[Tensor | None], Tensor]:
     """Reduce gradients and check them in the same collective.
 
-    With `group_assignment`, all groups run one more collective of a few numbers, because they must skip together.
+    With `group_assignment`, all groups run one more collective of a few elements, because they must skip together.
 
     Args:
-        reduction: the contribution of this replica. Its `found` may precede clipping.
-        move: reduces it.
+        reduction: the input of this replica. Its `found` may come from before clipping.
+        move: executes the reduction.
         members: the replicas of this replica's group.
 
     Returns:
-        The gradients, and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
-        gradient is not finite, the replica, and the position of the variable (`UNKNOWN` for either).
+        The gradients, and `found_inf`, equal on the replicas of all groups.
     """
     world, variables, found = members.world, reduction.variables, reduction.found
     num_variables, is_group = len(variables), members.world is not members
 
-    def mine(dtype: str) -> Tensor:
+    def own_flags(dtype: str) -> Tensor:
         return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
 
     failure = None
     try:
-        moved = move(reduction.replace(numbers=mine if found is not None and not is_group else None))
+        moved = move(reduction.replace(nonfinite_flags=own_flags if found is not None and not is_group else None))
     except ValueError as error:
         if not is_group or members.is_spmd:
             raise
-        failure, moved = error, Moved(list(reduction.grads), None)  # raised below: other groups wait there
-    told, position = moved.numbers, first_not_finite(moved.grads, variables)
+        failure, moved = error, Moved(list(reduction.grads), None)  # raised after the collective of all groups
+    all_flags, position = moved.nonfinite_flags, first_not_finite(moved.grads, variables)
     if moved.in_slices:
-        position = first_of_all(position, num_variables, members)
+        position = first_in_slices(position, num_variables, members)
     if is_group:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
         fails = ops.full((1,), float(failure is not None), "float32")
-        (everyones,) = world.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
+        (of_all,) = world.all_reduce([ops.concatenate([own_flags("float32"), sum_overflows, fails])], "max")
         if failure is not None:
             raise failure
-        if not members.is_spmd and runtime.is_cheap_to_read(everyones) and everyones[-1] > 0:
+        if not members.is_spmd and runtime.is_cheap_to_read(of_all) and of_all[-1] > 0:
             raise_failure_of_others(members)
-        told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
-    if told is None:
-        return moved.grads, found_alone(position, found, world.num_replicas)
-    return moved.grads, found_inf_of(told, position, num_variables, world.num_replicas)
+        all_flags, position = of_all[:-2], ops.cast(of_all[-2], "int32")
+    if all_flags is None:
+        return moved.grads, found_inf_without_flags(position, found, world.num_replicas)
+    return moved.grads, found_inf_from_flags(all_flags, position, num_variables, world.num_replicas)
 
 
-def found_alone(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` without flags, from the position in the sums and in this replica's gradients."""
-    known = position if found is None else ops.where(found > 0, found, position)
-    who = ops.full_like(known, 0 if num_replicas == 1 else UNKNOWN)
-    return ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
+def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
+    """Return `found_inf` without flags, from the first indices in the sums and in this replica's gradients."""
+    first = position if found is None else ops.where(found > 0, found, position)
+    replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
+    return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])
 
 
-def first_of_all(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
-    """Return the first position, from 1, that any replica has found in its slices; 0 if none has."""
+def first_in_slices(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
+    """Return the first nonfinite index, from 1, in the slices of all replicas; 0 if all are finite."""
     last, none = num_variables + 1, ops.zeros_like(position)
     mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
     (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

@@ -1,4 +1,4 @@
-"""Arguments of `CrossShard` that are objects now. Their old spellings work for one more release."""
+"""Former arguments of `CrossShard`, now replaced by objects. They work for one more release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: list[type[Settings]] = []
 def with_objects(
     extensions: Sequence[Extension], torch: TorchSpeed | None, old: Mapping[str, Any], warns: bool = True
 ) -> dict[str, Any]:
-    """Return the arguments `extensions` and `torch` of a `CrossShard`, with objects for old arguments.
+    """Return the arguments `extensions` and `torch` of a `CrossShard`, with old arguments converted to objects.
 
     Args:
         extensions: the argument of this name.
@@ -26,15 +26,15 @@ def with_objects(
         warns: whether a `DeprecationWarning` shows the new spelling.
 
     Raises:
-        TypeError: if an argument has an unknown name, as Python raises it.
-        ValueError: if an old argument and the object that replaces it are both given.
+        TypeError: if an argument is unknown, with Python's message.
+        ValueError: if an old argument and its replacement are both given.
     """
     for name in old:
         if name not in old_attributes():
             raise TypeError(f"CrossShard.__init__() got an unexpected keyword argument {name!r}")
     found: dict[str, Any] = {"extensions": extensions, "torch": torch}
     if not isinstance(extensions, (list, tuple)):
-        return found  # which is an error
+        return found  # `CrossShardOptions` raises the error
     for kind in KINDS:
         given = {name: old[name] for name in kind.old_arguments if name in old}
         given = {name: value for name, value in given.items() if _differs(value, kind.old_arguments[name])}
@@ -44,12 +44,14 @@ def with_objects(
         try:
             settings = kind.from_old(given)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{names} must make a `{kind.__name__}`. {error}") from None
+            raise type(error)(f"{names} must be valid for a `{kind.__name__}`. {error}") from None
         if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
-            raise ValueError(f"{names} and a `{kind.__name__}` are both given. Received: {settings!r}. Leave one out.")
+            raise ValueError(
+                f"{names} cannot be combined with a `{kind.__name__}`. Received both: {settings!r}. Remove one."
+            )
         if warns:
             line = f"CrossShard(..., {kind.spelling.format(repr(settings))})"
-            warn(f"{names} of `CrossShard` will go in the next release. Use `{line}`.", DeprecationWarning)
+            warn(f"{names} of `CrossShard` will be removed in the next release. Use `{line}`.", DeprecationWarning)
         if kind is TorchSpeed:
             found["torch"] = settings
         else:
@@ -62,7 +64,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
-    """Return the values of all old arguments, for an optimizer with these objects; their defaults without any."""
+    """Return the values of all old arguments for an optimizer with these objects, with defaults for the rest."""
     found = {name: default for kind in KINDS for name, default in kind.old_arguments.items()}
     for each in settings:
         found |= each.to_old()
@@ -70,7 +72,7 @@ def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
 
 
 def in_spelling_of(optimizer: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these arguments with the old ones that the constructor of a user's subclass names, in place of objects."""
+    """Convert objects back to old arguments if the constructor of a user's subclass has such parameters."""
     names = inspect.signature(optimizer).parameters.keys()
     found = {**arguments, "extensions": list(arguments["extensions"])}
     for kind in KINDS:

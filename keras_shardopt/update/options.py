@@ -1,4 +1,4 @@
-"""The arguments of `CrossShard`, checked."""
+"""The checked arguments of `CrossShard`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CrossShardOptions:
         if sends is not None and not (isinstance(sends, str) and sends in ("float16", "bfloat16")):
             sends = plug_of("compression").made(sends)
         if self.replica_clipnorm is not None:
-            fix = "Leave it out to not clip."
+            fix = "Omit it to train without clipping."
             check.real("replica_clipnorm", self.replica_clipnorm, above=0, finite=False, fix=fix)
         if self.replica_transform is not None and not callable(self.replica_transform):
             raise TypeError(
@@ -68,13 +68,13 @@ class CrossShardOptions:
         groups = group_assignment_of(self.group_assignment)
         num_steps = self.gradient_accumulation_steps
         if num_steps is not None:
-            fix = "Leave it out to not accumulate."
+            fix = "Omit it to train without accumulation."
             num_steps = check.integer("gradient_accumulation_steps", num_steps, fix=fix)
         check.flag("shard_state", self.shard_state)
         if self.shard_state and groups is not None:
             raise ValueError(
-                "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
-                f"Received: group_assignment={self.group_assignment!r}. Leave one of them out."
+                "`shard_state=True` cannot be combined with `group_assignment`, because each group has its own state. "
+                f"Received: group_assignment={self.group_assignment!r}. Remove one of them."
             )
         self._check_objects()
         given = {
@@ -105,17 +105,17 @@ class CrossShardOptions:
                 f"Received: stages={self.stages!r}. Use for example `stages=[MyStage()]`."
             )
         if len({id(stage) for stage in self.stages}) < len(self.stages):
-            raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
+            raise ValueError(f"`stages` must contain each stage once. Received: stages={list(self.stages)!r}")
         known = " or ".join(kind.__name__ for kind in KINDS if issubclass(kind, Extension))
         if not isinstance(self.extensions, (list, tuple)) or not all(isinstance(e, Extension) for e in self.extensions):
             raise TypeError(
-                f"`extensions` must be a list of objects of {known}. "
+                f"`extensions` must be a list of {known} objects. "
                 f"Received: extensions={self.extensions!r}. Put the object into a list."
             )
         if len({type(extension) for extension in self.extensions}) < len(self.extensions):
             raise ValueError(
-                f"`extensions` must hold one of each kind. Received: extensions={list(self.extensions)!r}. "
-                "Leave the others out."
+                f"`extensions` must contain at most one object of each class. "
+                f"Received: extensions={list(self.extensions)!r}. Remove the duplicates."
             )
 
     @property
@@ -126,14 +126,14 @@ class CrossShardOptions:
     @property
     def looks_at_own_gradients(self) -> bool:
         """Whether an argument or a stage uses each replica's gradients before the reduction."""
-        asked = self.replica_clipnorm is not None or self.replica_transform is not None
-        return asked or any(stage.needs_local_gradients for stage in self.stages)
+        has_option = self.replica_clipnorm is not None or self.replica_transform is not None
+        return has_option or any(stage.needs_local_gradients for stage in self.stages)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing processes a replica's gradients between backward pass and reduction."""
-        looks = any(stage._overrides("collect", "local") for stage in self.stages)
-        return not (self.group_assignment or self.extensions or self.looks_at_own_gradients or looks)
+        """Whether no option or stage processes a replica's gradients between backward pass and reduction."""
+        has_stage = any(stage._overrides("collect", "local") for stage in self.stages)
+        return not (self.group_assignment or self.extensions or self.looks_at_own_gradients or has_stage)
 
     def needing_local_gradients(self) -> list[str]:
         """Return the arguments that need each replica's gradients, as `name=value`."""
@@ -155,12 +155,12 @@ class CrossShardOptions:
         for name in ("compression", "torch"):
             if not isinstance(config[name], (str, type(None))):
                 config[name] = keras.saving.serialize_keras_object(config[name])
-        later: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}
-        return {name: value for name, value in config.items() if name not in later or value != later[name]}
+        omitted: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}  # unknown to earlier versions
+        return {name: value for name, value in config.items() if name not in omitted or value != omitted[name]}
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None, kind: type) -> dict[str, Any]:
-        """Return the arguments of the class `kind` from a `config`, also of files with old arguments."""
+        """Return the arguments of the class `kind` from a `config`, which may contain old arguments."""
         old = old_attributes()
         names = [name for name in ("replica_transform", "compression", "torch", *old) if name in config]
         found = {name: made(config[name], custom_objects) for name in names}
@@ -168,8 +168,8 @@ class CrossShardOptions:
             found[name] = [made(each, custom_objects) for each in config.get(name, ())]
         given = {name: found.pop(name) for name in old if name in found}
         found |= with_objects(found["extensions"], found.get("torch"), given, warns=False)
-        kept = {name: value for name, value in config.items() if name not in old}
-        return in_spelling_of(kind, {**kept, **found})
+        others = {name: value for name, value in config.items() if name not in old}
+        return in_spelling_of(kind, {**others, **found})
 
     def shown(self) -> str:
         """Return `reduction` and the arguments that differ from their defaults, for `repr`."""
@@ -185,7 +185,7 @@ class CrossShardOptions:
 def _option(name: str, doc: str) -> Any:
     def refuse(optimizer: HasOptions, value: Any) -> None:
         raise AttributeError(
-            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Make a new one."
+            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Create a new one."
         )
 
     return property(lambda optimizer: getattr(optimizer._options, name), refuse, doc=doc)
@@ -197,17 +197,15 @@ class HasOptions:
     _options: CrossShardOptions
     reduction: str = _option("reduction", '"mean" or "sum".')
     group_assignment: list[list[int]] | None = _option("group_assignment", "Lists of replica ids, or None.")
-    gradients: str = _option("gradients", "How gradients arrive, as was told.")
+    gradients: str = _option("gradients", "How gradients arrive, as set by the constructor.")
     replica_clipnorm: float | None = _option("replica_clipnorm", "The largest norm of a replica's gradient, or None.")
-    replica_transform: LocalTransform | None = _option(
-        "replica_transform", "What is done to a replica's own gradients, or None."
-    )
+    replica_transform: LocalTransform | None = _option("replica_transform", "Changes a replica's gradients, or None.")
     on_nonfinite: str = _option("on_nonfinite", '"ignore", "skip" or "raise".')
     shard_state: bool = _option("shard_state", "Whether the optimizer state is divided.")
-    compression: Any = _option("compression", "How gradients are sent, or None for as they are.")
-    torch: TorchSpeed | None = _option("torch", "The settings of speed on PyTorch, or None for the defaults.")
+    compression: Any = _option("compression", "The compression of gradients between replicas, or None.")
+    torch: TorchSpeed | None = _option("torch", "The speed settings on PyTorch, or None for the defaults.")
     extensions: Sequence[Extension] = _option("extensions", "Local SGD and other features.")
-    stages: Sequence[Stage] = _option("stages", "Further stages, in their order.")
+    stages: Sequence[Stage] = _option("stages", "The user's stages, in their order.")
     axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")
 
 
@@ -215,11 +213,11 @@ def _old_option(name: str) -> Any:
     def value(optimizer: HasOptions) -> Any:
         return old_attributes((optimizer._options.speed, *optimizer._options.extensions))[name]
 
-    return property(value, _option(name, "").fset, doc="An argument that an object replaces.")
+    return property(value, _option(name, "").fset, doc="An argument that an object has replaced.")
 
 
 def register_settings(kind: type[Settings]) -> None:
-    """Let a class replace its old arguments. Their values stay readable as attributes of optimizers."""
+    """Register a class that replaces old arguments. Their values stay readable as attributes of optimizers."""
     KINDS.append(kind)
     for name in kind.old_arguments:
         setattr(HasOptions, name, _old_option(name))
@@ -247,22 +245,18 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
     ids = [replica for group in groups for replica in group]
     for replica in ids:
         if not isinstance(replica, (int, float)) and not hasattr(replica, "__index__"):
-            raise ValueError(
-                f"`group_assignment` must hold replica ids, which are ints. {received}, with {replica!r} in it"
-            )
+            raise ValueError(f"`group_assignment` must contain integer replica ids. {received}, with {replica!r} in it")
     twice = sorted({replica for replica in ids if ids.count(replica) > 1})
     if twice:
-        raise ValueError(
-            f"`group_assignment` must name every replica once. {received}, in which {twice} stand more than once"
-        )
+        raise ValueError(f"`group_assignment` must contain every replica once. {received}, with {twice} more than once")
     if set(ids) != set(range(len(ids))):
         raise ValueError(
-            f"`group_assignment` must name every replica, from 0 to the number of replicas - 1. {received}, "
-            f"which names {len(ids)} replicas, but not {sorted(set(range(len(ids))) - set(ids))}"
+            f"`group_assignment` must contain every replica, from 0 to the number of replicas - 1. {received}, "
+            f"with {len(ids)} replicas, but without {sorted(set(range(len(ids))) - set(ids))}"
         )
     if len({len(group) for group in groups}) > 1:
         raise ValueError(
-            f"`group_assignment` must have groups of one size. {received}, with sizes {[len(g) for g in groups]}"
+            f"`group_assignment` must have groups of equal size. {received}, with sizes {[len(g) for g in groups]}"
         )
     return [[int(replica) for replica in group] for group in groups]
 
@@ -272,7 +266,7 @@ def check_groups(groups: Groups | None, replicas: Communicator) -> None:
     num_named = 0 if groups is None else sum(map(len, groups))
     if groups is not None and num_named != replicas.num_replicas:
         raise ValueError(
-            "`group_assignment` must name each replica of the program once. "
-            f"Received: group_assignment={[list(g) for g in groups]}, with {num_named} replicas, where there are "
-            f"{replicas.num_replicas}. Leave `group_assignment` out to average over all of them."
+            "`group_assignment` must contain each replica of the program once. "
+            f"Received: group_assignment={[list(g) for g in groups]}, with {num_named} replicas, but the program has "
+            f"{replicas.num_replicas}. Omit `group_assignment` to average over all replicas."
         )

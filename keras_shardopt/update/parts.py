@@ -1,4 +1,4 @@
-"""Communicators for the parts of a batch that a program processes one after another, or in separate branches."""
+"""Communicators for parts of a batch that one program processes sequentially, or in separate branches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class PartOfBatch(Communicator):
-    """The communicator of losses and stages that process one part of a batch. It communicates only through `others`.
+    """The communicator of losses and stages while they process one part of a batch.
 
-    Losses that divide by a mask, or by a sum of weights, need its sum over all parts. So a trainer first runs all parts
-    with `CountingPart`, sums their counts, and passes the sums as `counted`. If each replica has exactly one part, it
-    can pass `others` instead.
+    Losses that divide by the sum of a mask, or of sample weights, need this sum over all parts. So a trainer first runs
+    all parts with `CountingPart`, sums their counts, and passes the sums as `counted`. If each replica has exactly one
+    part, it passes `others` instead, and the losses of the parts communicate.
 
     Args:
         replica_id: the index of this part.
@@ -45,42 +45,42 @@ class PartOfBatch(Communicator):
         """Return `LOCAL`."""
         return GradientState.LOCAL
 
-    def _refuse(self) -> NoReturn:
+    def _raise_not_counted(self) -> NoReturn:
         raise NotCountedError(
-            "If a batch does not divide by the number of replicas, each replica's loss is computed apart. Received: a "
-            "loss or layer of the model's own that waits for the other replicas. Use batches that divide, or losses of "
-            "Keras."
+            "If the batch size is not a multiple of the number of replicas, each replica's loss is computed "
+            "separately. Received: a custom loss or layer that communicates with other replicas. Use a batch size that "
+            "is a multiple, or Keras' losses."
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sums over all parts, counted before or reduced now. Raise ValueError if neither is possible."""
+        """Return the sums over all parts: those in `counted`, or those over `others`. Raise ValueError otherwise."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):
-            self._refuse()
+            self._raise_not_counted()
         found, self._counted = self._counted[: len(tensors)], self._counted[len(tensors) :]
         return found
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Raise ValueError: parts cannot be gathered."""
-        self._refuse()
+        self._raise_not_counted()
 
 
 class NotCountedError(ValueError):
-    """The error for a reduction over all parts that was not counted before."""
+    """The error for a reduction over all parts without `counted` sums."""
 
 
 class CountingPart(PartOfBatch):
-    """A part that is processed only to record the counts of its losses."""
+    """The communicator of a first run that only records the sums that losses reduce."""
 
     def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
         super().__init__(replica_id, num_replicas, is_first, is_last)
         self.counts: list[Tensor] = []
-        """The tensors to sum over all parts, in the order of the calls."""
+        """This part's terms of the sums, in the order of the calls."""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Record the tensors, and return them unchanged."""
         if op != "sum":
-            self._refuse()
+            self._raise_not_counted()
         self.counts += tensors
         return list(tensors)

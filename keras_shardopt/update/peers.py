@@ -11,7 +11,7 @@ from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
-from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
+from keras_shardopt.update.agreement import check_agreement, described, sum_losses_of
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.options import check_groups
 from keras_shardopt.update.trainer_context import current_share
@@ -23,7 +23,7 @@ class Peers:
 
     Args:
         optimizer: a `CrossShard` under construction.
-        members: returns, from all replicas, those that this one averages with.
+        members: maps the communicator of all replicas to that of this replica's group.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:
@@ -33,7 +33,7 @@ class Peers:
         """PyTorch: the ranks that have started with equal weights; None before."""
         self.is_loaded = False
         """Whether the optimizer comes from a file and has not been used yet."""
-        # The description of `agreement.py` at `build`, and whether all processes have compared it successfully.
+        # The description of `agreement.py` at `build`, and whether it was equal on all processes.
         self._described: Any = None
         self._agree = False
         self._leaves: list[Any] = []
@@ -50,7 +50,7 @@ class Peers:
                 self._compare(variables)
 
     def ready(self, variables: Sequence[Variable], comm: Communicator) -> float:
-        """Check that these replicas can train together, and give them equal weights and state before the first update.
+        """Check that these replicas can train together. Before the first update, give them equal weights and state.
 
         Returns:
             The factor for this replica's gradients, from `Placement.broadcast_state`.
@@ -85,7 +85,7 @@ class Peers:
         """Check, once, that all processes train the same model with the same optimizer. All must call it together.
 
         Raises:
-            ValueError: on every process, if they do not. It names the difference.
+            ValueError: on every process, with the difference.
         """
         comm = runtime.communicator(self._optimizer.axis_name) if comm is None else comm
         if self._agree or not comm.is_multi_process:
@@ -102,7 +102,7 @@ class Peers:
         Call it before giving all processes the values of process 0: shards cannot be copied from there.
 
         Raises:
-            ValueError: on every process, if they do not.
+            ValueError: on every process.
         """
         if self._agree:
             self._check_start()
@@ -118,12 +118,12 @@ class Peers:
             shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
 
     def _warn_of_sums(self, num_replicas: int) -> None:
-        """Warn of a loss summed over a replica's rows, unless a prepared trainer computes that of the whole batch."""
+        """Warn of a loss summed over a replica's rows, unless a prepared trainer sums it over the whole batch."""
         if self._optimizer._options.reduction == "sum" or current_share() is not None:
             return
-        for loss in losses_that_add_up(self._optimizer, self._optimizer._trainable_variables)[:1]:
+        for loss in sum_losses_of(self._optimizer, self._optimizer._trainable_variables)[:1]:
             warn(
-                f"A loss that adds up over rows has gradients that add up over replicas, and their mean is "
+                f"The gradients of a loss that sums over rows must be summed over replicas. Their mean is "
                 f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "
                 f"{self._optimizer!r}. "
                 'Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` before `fit`.',

@@ -20,39 +20,39 @@ from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
 
-_NOTHING_KNOWN = Step((), ())
+_NO_STEP = Step((), ())
 # A context variable, because TensorFlow's replicas are threads that alternate within one update.
-_resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NOTHING_KNOWN)
+_resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NO_STEP)
 _resumed_lock = threading.Lock()
 
 
 class Reducer(Protocol):
-    """Turns each replica's gradients into global ones: by all-reduce, reduce-scatter, or during the backward pass."""
+    """Makes gradients global: after the backward pass by all-reduce or reduce-scatter, or during it."""
 
     transport: Transport
     """The transport of gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Receive each loss, and this replica's `Step.row_share`, before differentiation."""
+        """Handle a loss before its backward pass. `row_share` is `Step.row_share` of this replica."""
 
     @property
     def has_finished(self) -> bool:
         """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step reduced in buckets, without `Stage.local`; None if the reducer does not send early."""
+        """Return the step reduced in buckets, skipping `Stage.local`; None if the reducer does not send early."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the step with global gradients: whole, or this replica's slices."""
 
     def own_part(self, step: Step) -> Step:
-        """Return the part of an already reduced step that this replica updates with."""
+        """Return this replica's slices of an already reduced step, or the step if it updates whole variables."""
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension of each gradient along which `reduce` can leave slices, for `Step.axes`."""
+        """Return `Step.axes`: the dimension along which `reduce` can leave slices of each gradient."""
 
     def finish(self, comm: Communicator) -> None:
-        """Notify the other replicas that this one has ended training, so none waits for it."""
+        """Notify the other replicas that this one has ended training, so they do not wait for it."""
 
 
 class Pipeline:
@@ -97,7 +97,7 @@ class Pipeline:
         return self.reducer.transport
 
     def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
-        """Replace the stages and the reducer between two steps. Recompile compiled steps afterwards."""
+        """Replace the stages and the reducer between two steps. Compiled steps must then be recompiled."""
         self.stages, self.reducer = list(stages), reducer
         self._collect: Proceed | None = None
         self._fused = next((stage for stage in stages if isinstance(stage, FusedUpdate)), None)
@@ -107,7 +107,7 @@ class Pipeline:
     def micro_batch(self, step: Step, starts: Any) -> None:
         """Pass the gradients of a micro-batch to the stages that use them."""
         for stage in self.stages:
-            if stage._looks_at_micro_batches:
+            if stage._uses_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
 
     def reset(self) -> None:
@@ -123,21 +123,21 @@ class Pipeline:
                 stage.before_look()
 
     def run(self, step: Step) -> None:
-        """Run one call of `apply`."""
+        """Process the step of one `apply`."""
         if self._collect is None:
             self._collect = self._through("collect", self._reduce_and_commit)
             self._commit = self._through("commit", self._update)
         self._collect(step)
 
     def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Run `update(grads, variables)` directly, if the pipeline `is_idle` and nothing needs a reduction."""
+        """Run `update(grads, variables)` without a step. The caller checks `is_idle`, and that nothing is reduced."""
         if self._fused is None:
             update(grads, variables)
         else:
             self._fused.run(grads, update, grads, variables)
 
     def reduce(self, step: Step) -> Step:
-        """Run `local` of all stages and the reduction on one replica, possibly inside a `shard_map`."""
+        """Run `local` of all stages and the reduction for one replica, possibly inside a `shard_map`."""
         comm = runtime.communicator(self._axis_name)
         with recording() as self._reducing:
             early = self.reducer.reduced_early(step, comm)
@@ -155,7 +155,7 @@ class Pipeline:
 
     @property
     def carried(self) -> list[Variable]:
-        """The variables that each reduction reads and assigns, with a different value on each replica."""
+        """See `Transport.carried`, as a list."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
@@ -165,7 +165,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
-        """Tell `CrossShard.update_inner` that a trainer has already called `reduce` and got this step."""
+        """Make `CrossShard.update_inner` continue after the reduction with this step, which `reduce` has returned."""
         self._count_resumed(1)
         token = _resumed.set(step)
         try:
@@ -182,10 +182,10 @@ class Pipeline:
     def resumed(self) -> Step:
         """The step of `resuming`, or an empty one."""
         # The count avoids reading the context variable: each read splits the graph of torch.compile.
-        return _resumed.get() if self._num_resumed else _NOTHING_KNOWN
+        return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values of `carried` among the values of an optimizer's variables."""
+        """Select the values of `carried` from the values of an optimizer's variables."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

@@ -1,4 +1,4 @@
-"""The registry of extensions: transports by argument, steps by package."""
+"""The registry that extensions enter when imported: transports by argument, training steps by package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
 
 
 def register(argument: str, plug: Plug) -> None:
-    """Register the plug of an argument."""
+    """Register the implementation of an argument."""
     _plugs[argument] = plug
 
 
@@ -44,8 +44,8 @@ def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: s
     """Register a class that replaces the `TrainStep` of trainers. Its module is imported when it first applies.
 
     Args:
-        applies: whether a model with these `CrossShard` optimizers needs it.
-        package: has a module per backend.
+        applies: returns whether a model with these `CrossShard` optimizers needs the class.
+        package: the package with a module per backend.
         name: the class in that module.
     """
     _steps.append((applies, package, name))
@@ -61,5 +61,5 @@ def step_class(reducers: Sequence[Any], plain: Any) -> Any:
 
 
 def plug_of(argument: str) -> Plug:
-    """Return the plug of an argument."""
+    """Return the implementation of an argument."""
     return _plugs[argument]

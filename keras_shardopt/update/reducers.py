@@ -1,12 +1,13 @@
-"""The reducers: all-reduce, reduce-scatter, and either of them overlapped with the backward pass.
+"""The reducers: all-reduce, reduce-scatter, and both overlapped with the backward pass.
 
-A reducer decides where sums arrive and when; its transport decides how gradients are encoded.
+A reducer decides when gradients are sent, and which replica receives the sums. Its transport decides how gradients are
+encoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from keras import ops
 
@@ -14,12 +15,18 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.traffic import note
-from keras_shardopt.numerics import ALL_FINITE, Tensor, Variable, overwrites_variable
+from keras_shardopt.numerics import ALL_FINITE, Gradients, Tensor, Variable, overwrites_variable
 from keras_shardopt.update import exchange
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.nonfinite import fail_among_all, first_not_finite, found_alone, moved_and_checked, num_flags
+from keras_shardopt.update.nonfinite import (
+    fail_among_all,
+    first_not_finite,
+    found_inf_without_flags,
+    move_and_check,
+    num_flags,
+)
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.reduction import Reduction, as_told
+from keras_shardopt.update.reduction import Reduction, rescale_reduced
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.scattered import AlongAxes
 from keras_shardopt.update.step import Step
@@ -29,8 +36,20 @@ from keras_shardopt.update.transport import Transfer, Transport, transport_of
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 
+class GradientSlicer(Protocol):
+    """The `Shards` of an optimizer (`sharding/shards.py`): the members that a reducer uses."""
+
+    reduces_in_slices: bool
+    gradient_slices: Any
+    axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
+    move: Callable[[Reduction, Transfer, Communicator], exchange.Moved]
+
+    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
+        """Return this replica's slices of global gradients."""
+
+
 class AllReduce:
-    """Gives every replica the mean, or the sum, of all gradients (of its group).
+    """Gives every replica the mean or the sum of the gradients of all replicas, or of its group.
 
     Args:
         context: the optimizer.
@@ -54,19 +73,19 @@ class AllReduce:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the last backward pass has left global gradients: never."""
+        """False: the backward pass does not reduce."""
         return False
 
     def members(self, comm: Communicator) -> Communicator:
-        """Return the replicas that this one averages with. `check_groups` has run before."""
+        """Return the replicas of this replica's group. `check_groups` must run first."""
         groups = self._options.group_assignment
         return comm if groups is None else comm.split(groups)
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Reduce the gradients: zeros from a replica without rows."""
+        """Reduce the gradients. A replica without rows sends zeros."""
         members = self.members(comm)
         if not step.is_local:
-            return self.own_part(self._as_told(step, members))
+            return self.own_part(self._without_collective(step, members))
         step = self._ready(zero_without_rows(step))
         reduction = Reduction.of(step, self._context, members, self._options.reduction)
         transfer = self.transport.begin(members, reduction)
@@ -82,7 +101,7 @@ class AllReduce:
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimensions along which a layout divides the state; None for gradients to keep whole."""
+        """Return the dimensions along which a layout divides the state; None to keep a gradient whole."""
         if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
@@ -90,32 +109,32 @@ class AllReduce:
 
     @property
     def _leaves_slices(self) -> bool:
-        is_local = self._context.told not in (GradientState.GLOBAL, GradientState.SUMMED)
+        is_local = self._context.declared_state not in (GradientState.GLOBAL, GradientState.SUMMED)
         return self._context.lays_out_state and is_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
-        """Reduce zeros once more, with a flag that this replica has ended training."""
+        """Send zeros, with a flag that this replica has ended training."""
         members, variables = self.members(comm), self._context.trainable
-        # Next values (`overwrite_with_gradient`) use another collective; this replica cannot match those of the others.
+        # Next values (`overwrite_with_gradient`) use another collective, which this replica does not run.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
         reduction = Reduction.of_nothing(variables, flags)
         self._move(reduction, self.transport.begin(members, reduction), members)
 
-    def _as_told(self, step: Step, members: Communicator) -> Step:
-        step = step.replace(grads=as_told(step, self._options.reduction, members.num_replicas))
+    def _without_collective(self, step: Step, members: Communicator) -> Step:
+        step = step.replace(grads=rescale_reduced(step, self._options.reduction, members.num_replicas))
         if not self._checks_finite:
             return step
         position = first_not_finite(step.grads, step.variables)
-        return step.replace(found_inf=found_alone(position, step.found_inf, members.num_replicas))
+        return step.replace(found_inf=found_inf_without_flags(position, step.found_inf, members.num_replicas))
 
     def _moved(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> tuple[Any, Tensor | None]:
         def move(reduction: Reduction) -> exchange.Moved:
             return self._move(reduction, transfer, members)
 
         if self._checks_finite:
-            return moved_and_checked(reduction, move, members)
+            return move_and_check(reduction, move, members)
         try:
             return move(reduction).grads, None
         except ValueError:
@@ -135,16 +154,18 @@ class AllReduce:
 
 
 class ReduceScatter(AllReduce):
-    """Gives every replica its slices of the global gradients, because it holds state for these only.
+    """Gives every replica its slices of the global gradients, because it holds only the state of these slices.
 
     Args:
         context: the optimizer.
         options: its options.
         transport: sends the gradients.
-        shards: the slices of each replica: a `FlatShards`, `PaddedShards` or `PaddedLayout`.
+        shards: divides gradients as the state is divided.
     """
 
-    def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport, shards: Any) -> None:
+    def __init__(
+        self, context: StageContext, options: CrossShardOptions, transport: Transport, shards: GradientSlicer
+    ) -> None:
         super().__init__(context, options, transport)
         self._shards = shards
 
@@ -153,15 +174,14 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimensions as `AllReduce.dividing_axes` does, but 0 for padded gradients."""
+        """See `AllReduce.dividing_axes`. Padded gradients have dimension 0."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 
     def _move(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> exchange.Moved:
         if not self._shards.reduces_in_slices:
             return super()._move(reduction, transfer, members)
-        moved: exchange.Moved = self._shards.move(reduction, transfer, members)
-        return moved
+        return self._shards.move(reduction, transfer, members)
 
     def _ready(self, step: Step) -> Step:
         return self.own_part(step) if self._arrives_in_slices(step) else step
@@ -170,7 +190,7 @@ class ReduceScatter(AllReduce):
         return step if self._shards.reduces_in_slices or self._arrives_in_slices(step) else self.own_part(step)
 
     def _arrives_in_slices(self, step: Step) -> bool:
-        """Whether the reduction of this step leaves slices along `Step.axes`."""
+        """Whether the reduction leaves slices along `Step.axes`."""
         return step.axes is not None and self._leaves_slices and not self._shards.reduces_in_slices
 
 
@@ -181,11 +201,15 @@ class Overlapped:
         at_the_end: the other reducer.
         context: the optimizer.
         options: its options.
-        shards: the slices of each replica, if the other reducer is a `ReduceScatter`.
+        shards: divides gradients, if the other reducer is a `ReduceScatter`.
     """
 
     def __init__(
-        self, at_the_end: AllReduce, context: StageContext, options: CrossShardOptions, shards: Any = None
+        self,
+        at_the_end: AllReduce,
+        context: StageContext,
+        options: CrossShardOptions,
+        shards: GradientSlicer | None = None,
     ) -> None:
         self._context = context
         self._options = options
@@ -199,7 +223,7 @@ class Overlapped:
         self._among: Communicator | None = None
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Send gradients during the backward pass of this loss, if Keras' trainer runs the step."""
+        """Prepare to send gradients during the backward pass of this loss, if Keras' trainer runs the step."""
         if self.buckets is None or not runtime.is_concrete(loss):
             return
         window = self._context.window
@@ -209,7 +233,7 @@ class Overlapped:
             self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with the gradients that the buckets have reduced, or reduce now."""
+        """Return the step with the gradients that the buckets have reduced, or now reduce."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
@@ -227,11 +251,11 @@ class Overlapped:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the last backward pass has left global gradients."""
+        """Whether the last backward pass has reduced the gradients."""
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
-        """See `AllReduce.finish`; uses the buckets if they exist."""
+        """See `AllReduce.finish`. Other ranks may wait for buckets, so it sends those if they exist."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             self._at_the_end.finish(comm)
@@ -260,7 +284,10 @@ class Overlapped:
 
 
 def reducer_of(
-    context: StageContext, options: CrossShardOptions, transport: Transport | None = None, shards: Any = None
+    context: StageContext,
+    options: CrossShardOptions,
+    transport: Transport | None = None,
+    shards: GradientSlicer | None = None,
 ) -> AllReduce | Overlapped:
     """Return the reducer for these options; with `shards`, one that leaves slices."""
     if transport is None:
@@ -277,5 +304,5 @@ def reducer_of(
 
 
 def whole_reducer_of(reducer: Any) -> Any:
-    """Return the reducer that sends after the backward pass, for stages that need local gradients."""
+    """Return the reducer that sends after the backward pass, so stages can process local gradients."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

@@ -1,4 +1,4 @@
-"""One replica's contribution to the reduction of an update: packed once, moved once, unpacked once.
+"""One replica's input to the reduction of an update: a value that is packed, reduced and unpacked once.
 
 The state of the gradients determines the collective and the factor.
 """
@@ -29,20 +29,20 @@ Kind = Literal["mean", "sum"]
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """One replica's contribution to the reduction of one update."""
+    """One replica's input to the reduction of one update."""
 
     grads: Gradients
-    """This replica's gradients, one tensor or None per variable; next values of `overwrite_with_gradient` variables."""
+    """One tensor or None per variable: this replica's gradient, or the next value with `overwrite_with_gradient`."""
 
     variables: Sequence[Variable]
     """The variables of `grads`, the same on all processes. These include variables of frozen layers."""
 
     places: Sequence[int]
-    """The positions of these variables in the optimizer."""
+    """The positions of these variables among the optimizer's trainable ones."""
 
     op: ReduceOp = "mean"
     factor: float = 1.0
-    """The factor of the results."""
+    """Multiplies the results."""
 
     is_whole: bool = True
     """Whether the gradients are those of a mean loss, and not yet divided by the number of replicas."""
@@ -53,36 +53,36 @@ class Reduction:
     trains: bool = True
     """False if this replica has ended its training."""
 
-    numbers: Callable[[str], Tensor] | None = None
-    """Returns the numbers that travel with the gradients, in a given dtype."""
+    nonfinite_flags: Callable[[str], Tensor] | None = None
+    """Returns `nonfinite.flags` in a given dtype, to reduce with the gradients; None to send no flags."""
 
     found: Tensor | None = None
-    """The position, from 1, of the first nonfinite gradient here, or 0; None if unknown."""
+    """The local `Step.found_inf`; None if unknown."""
 
     loss_scale: Any = None
-    """The factor of the loss; None for the optimizer's."""
+    """The factor of the loss; None for the optimizer's `loss_scale`."""
 
     own: Sequence[Tensor] | None = None
-    """Carried values of this replica; None if the transport reads its variables."""
+    """The values of `Transport.carried` on this replica; None if the transport reads the variables."""
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
         """Pack a step with local gradients, already weighted by rows."""
         grads, variables, found = step.grads, step.variables, step.found_inf
-        every, trained = context.trainable, None
-        places = context.places(variables)
-        if not members.is_spmd and len(places) < len(every):
+        trainable, trained = context.trainable, None
+        positions = context.positions(variables)
+        if not members.is_spmd and len(positions) < len(trainable):
             # All ranks send the same variables, even with frozen layers, so the reduction can detect a difference.
-            given = dict(zip(places, grads))
+            given = dict(zip(positions, grads))
             if found is not None:
-                found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in places]], "int32"), found, axis=0)
-            trained = [i in given for i in range(len(every))]
-            grads, variables, places = [given.get(i) for i in range(len(every))], list(every), range(len(every))
+                found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)
+            variables, positions = list(trainable), range(len(trainable))
+            grads, trained = [given.get(i) for i in positions], [i in given for i in positions]
         assert step.gradient_state is not None
         return cls(
             grads,
             variables,
-            places,
+            positions,
             op=collective(step.gradient_state, kind),
             factor=rescaling(kind, members) if step.gradient_state is GradientState.LOCAL_PRESCALED else 1,
             is_whole=step.gradient_state is GradientState.LOCAL,
@@ -93,11 +93,11 @@ class Reduction:
         )
 
     @classmethod
-    def of_nothing(cls, variables: Sequence[Variable], num_numbers: int = 0) -> Reduction:
-        """Pack zeros with a flag that this replica has ended its training."""
-        numbers = (lambda dtype: ops.zeros((num_numbers,), dtype)) if num_numbers else None
+    def of_nothing(cls, variables: Sequence[Variable], num_flags: int = 0) -> Reduction:
+        """Pack zeros, with a mark that this replica has ended its training."""
+        flags = (lambda dtype: ops.zeros((num_flags,), dtype)) if num_flags else None
         nothing = [None] * len(variables)
-        return cls(nothing, variables, range(len(variables)), "sum", trains=False, numbers=numbers)
+        return cls(nothing, variables, range(len(variables)), "sum", trains=False, nonfinite_flags=flags)
 
     def replace(self, **changes: Any) -> Reduction:
         """Return a copy with other values in some fields."""
@@ -109,12 +109,12 @@ class Reduction:
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
             if found_inf is not None:
-                places = [UNKNOWN] * (len(self.variables) + 1)
-                for place, position in enumerate(positions):
-                    places[position] = place
-                # `UNKNOWN`, -1, becomes the last index.
-                name = ops.take(ops.convert_to_tensor(places, "int32"), found_inf[2] % len(places), axis=0)
-                found_inf = ops.stack([found_inf[0], found_inf[1], name])
+                # By position in the optimizer, the index in the step. `UNKNOWN`, -1, becomes the last entry.
+                indices = [UNKNOWN] * (len(self.variables) + 1)
+                for index, position in enumerate(positions):
+                    indices[position] = index
+                found_index = ops.take(ops.convert_to_tensor(indices, "int32"), found_inf[2] % len(indices), axis=0)
+                found_inf = ops.stack([found_inf[0], found_inf[1], found_index])
             grads = [grads[i] for i in positions]
         return step.replace(grads=grads, found_inf=found_inf)
 
@@ -131,8 +131,8 @@ def rescaling(kind: Kind, replicas: Communicator) -> float:
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 
 
-def as_told(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
-    """Return the gradients of a step that arrive reduced, without a collective."""
+def rescale_reduced(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
+    """Return the gradients of a step that arrive reduced, as mean or sum, without a collective."""
     if step.gradient_state is GradientState.SUMMED:
         factor = 1 / num_replicas if kind == "mean" else 1
     else:
@@ -141,5 +141,5 @@ def as_told(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
 
 
 def scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return a gradient times a number, or the same object for 1, so a single replica costs nothing."""
+    """Return a gradient times a number. A factor of 1 returns the same object, so one replica costs nothing."""
     return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -1,4 +1,4 @@
-"""Transform and clip one replica's gradients, before the reduction."""
+"""The options `replica_transform` and `replica_clipnorm`: change each replica's gradients before the reduction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from keras_shardopt.update.options import CrossShardOptions, LocalTransform
 from keras_shardopt.update.step import Stage, Step
 
 
-class _OwnGradients(Stage):
+class _ReplicaOption(Stage):
     """Base class: applies the option `_option` to each replica's gradients, in units of its mean loss.
 
     Args:
@@ -49,7 +49,7 @@ class _OwnGradients(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """See `transformed_gradients`."""
-        # A replica without rows has no mean loss. The reduction discards its gradients, so any unit will do.
+        # A replica without rows has no mean loss, and the reduction discards its gradients, so use any unit.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None
@@ -58,13 +58,13 @@ class _OwnGradients(Stage):
         return step.replace(grads=transformed_gradients(*arguments, *how.values()))
 
 
-class ReplicaTransform(_OwnGradients):
+class ReplicaTransform(_ReplicaOption):
     """Applies `replica_transform` to each replica's gradients."""
 
     _option = "replica_transform"
 
 
-class ReplicaClip(_OwnGradients):
+class ReplicaClip(_ReplicaOption):
     """Clips each replica's gradients by their global norm."""
 
     _option = "replica_clipnorm"
@@ -86,10 +86,10 @@ def transformed_gradients(
     clipping returns $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes of arriving gradients.
 
     Args:
-        grads: one tensor or None per variable, of this replica: local or prescaled, unless it is the only one.
-        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left unchanged.
+        grads: this replica's local or prescaled gradients, one tensor or None per variable.
+        variables: the variables of `grads`. Next values (`overwrite_with_gradient`) stay unchanged.
         num_replicas: int. The divisor $N$ of prescaled gradients.
-        gradient_state: the state in which the gradients arrive.
+        gradient_state: how the gradients arrive.
         loss_scale: number or scalar tensor, 1.0 by default. The factor $s$ of the loss.
         clipnorm: float or None. The largest global norm $c$.
         transform: `(grads, variables) -> grads`, or None.
@@ -99,7 +99,7 @@ def transformed_gradients(
     """
     result = list(grads)
     plain = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
-    # Keep Python numbers: a factor of 1 is then free, and bitwise exact.
+    # Keep Python numbers, because a Python factor of 1 is free and bitwise exact.
     unit = (
         loss_scale / num_replicas
         if gradient_state is GradientState.LOCAL_PRESCALED and num_replicas > 1
@@ -113,7 +113,7 @@ def transformed_gradients(
             dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
             result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
     if clipnorm is not None:
-        # Scale the limit instead of the gradients: those within it stay bitwise unchanged.
+        # Scale the limit instead of the gradients, so gradients within it stay bitwise unchanged.
         own = [result[i] for i in plain]
         for i, grad in zip(plain, clipped_to(own, clipnorm * unit, global_norm(own))):
             result[i] = grad
@@ -132,7 +132,7 @@ def _in_units(value: Tensor, unit: Any) -> Tensor:
 
 def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
     """Return the result of a transform as a list, or raise ValueError unless it fits `variables`."""
-    rule = "`replica_transform` must return a list with one gradient, or None, for each that it is given."
+    rule = "`replica_transform` must return a list with one gradient, or None, for each gradient that it receives."
     if not isinstance(returned, (list, tuple)):
         raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")
     if len(returned) != len(variables):
@@ -141,7 +141,7 @@ def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None
     for grad, variable in zip(grads, variables):
         if grad is not None and not is_sparse(grad) and tuple(grad.shape) != tuple(variable.shape):
             raise ValueError(
-                "`replica_transform` must return gradients of the shapes of their variables. Received: shape "
+                "`replica_transform` must return gradients with the shapes of their variables. Received: shape "
                 f"{tuple(grad.shape)} for `{getattr(variable, 'path', variable)}` of shape {tuple(variable.shape)}"
             )
     return grads

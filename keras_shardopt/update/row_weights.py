@@ -1,4 +1,4 @@
-"""Gradients of a replica without rows, and before all replicas have equal weights."""
+"""Weights for a replica's gradients: zero without rows, `Step.weight` otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from keras_shardopt.update.step import Step
 
 
 def zero_without_rows(step: Step) -> Step:
-    """Return the step with its gradients times `Step.weight`; without rows, zeros and a `found_inf` of 0.
+    """Multiply the gradients by `Step.weight`. Without rows, return zeros and a `found_inf` of 0.
 
-    Losses have divided by the rows of all replicas, so rows give no further factor.
+    The number of rows is no factor, because losses have already divided by the rows of all replicas.
     """
     weight = step.weight
     if not isinstance(step.row_share, float):
@@ -35,7 +35,7 @@ def _weighted(grad: Any, variable: Variable, weight: Any) -> Any:
         return grad
 
     def times(value: Tensor) -> Tensor:
-        # Replace instead of multiplying by zero: without rows, or before weights are equal, gradients may be NaN.
+        # Do not multiply by zero: without rows, or before replicas have equal weights, gradients may be NaN.
         if isinstance(weight, (int, float)):
             # Cast, because a half-precision scalar would become float32 on PyTorch, on some replicas only.
             return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))

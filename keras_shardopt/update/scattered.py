@@ -1,4 +1,4 @@
-"""A transfer that leaves each replica its slice along a dimension, for state in such a layout.
+"""A transfer that gives each replica its slice along any dimension, for state in such a layout.
 
 Hides that `Communicator.reduce_scatter` slices only along the first dimension.
 """
@@ -19,7 +19,7 @@ class AlongAxes(Transfer):
 
     Args:
         transfer: the transfer of the whole reduction, used for `left` and its communicator.
-        axes: for the position of each divided variable, the dimension along which its gradient is divided.
+        axes: by position of a variable, the dimension along which its gradient is divided.
     """
 
     def __init__(self, transfer: Transfer, axes: Mapping[int, int]) -> None:

@@ -32,7 +32,7 @@ class Step:
     """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """The state in which the gradients arrive; None until `Pipeline` classifies them."""
+    """How the gradients arrive; None until `Pipeline` classifies them."""
 
     is_reduced: bool = False
     """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
@@ -47,21 +47,23 @@ class Step:
     """The factor of the loss; None for the optimizer's `loss_scale`."""
 
     found_inf: Tensor | tuple[int, int, int] | None = None
-    """Before the reduction: the position, from 1, of this replica's first nonfinite gradient, or 0.
+    """The first nonfinite gradient; None if unchecked. Indices count the step's `variables`.
 
-    After it: three ints, equal on all replicas. The first is greater than 0 if a gradient is not finite. The others are
-    the replica and the position of the variable, from 0. `numerics.ALL_FINITE` if the host already has that result.
+    Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After it:
+    an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not finite, 1 is
+    the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if the host has
+    read that all are finite.
     """
 
     replica_axis: str | None = None
     """JAX: the mesh axis of gradients stacked along their first dimension, one entry per replica; None if unstacked."""
 
     axes: Sequence[int | None] | None = None
-    """The dimension along which the reduction divides each gradient among the replicas; None to keep it whole."""
+    """By gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values of `Pipeline.carried`. A trainer passes them in (None: read the variables); the reduction
-    returns new ones."""
+    """This replica's values of `Pipeline.carried`: before the reduction those to use (None: read the variables), after
+    it the new ones."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that stages pass from `local` to `commit`, equal on all replicas."""
@@ -107,7 +109,7 @@ class Stage:
 
     @property
     def _replica_state(self) -> Sequence[Variable]:
-        """The variables with a different value on each replica."""
+        """Its variables with a different value on each replica."""
         return ()
 
     def _overrides(self, *hooks: str) -> bool:
@@ -115,7 +117,7 @@ class Stage:
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     @property
-    def _looks_at_micro_batches(self) -> bool:
+    def _uses_micro_batches(self) -> bool:
         return self._overrides("_micro_batch")
 
     def check(self, optimizer: Any) -> None:
@@ -132,9 +134,8 @@ class Stage:
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Process a step before the reduction, in each `apply`; with accumulation, once per window.
 
-        Do not call `proceed` to skip the update.
-
-        Use it to count and to decide: in a prepared `fit` on JAX, the gradients may be reduced already, or stacked.
+        To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in a
+        prepared `fit` on JAX, they may be reduced already, or stacked.
         """
         proceed(step)
 
@@ -147,7 +148,7 @@ class Stage:
         return step
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Process the reduced gradients just before the update. Skip the update by not proceeding."""
+        """Process the reduced gradients just before the update. To skip the update, do not call `proceed`."""
         proceed(step)
 
     def reset(self) -> None:
@@ -161,7 +162,7 @@ class Stage:
         """
         if inspect.signature(type(self)).parameters:
             name = type(self).__name__
-            raise NotImplementedError(f"`{name}` must override `get_config`, as its constructor has arguments.")
+            raise NotImplementedError(f"`{name}` must override `get_config`, because its constructor has arguments.")
         return {}
 
     def __repr__(self) -> str:
@@ -178,20 +179,20 @@ class Stage:
 
 
 def proceed_if(
-    condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], apart: bool = False
+    condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], updates_differ: bool = False
 ) -> None:
-    """Proceed if a scalar bool tensor, equal on all replicas and mostly true, is true.
+    """Proceed if a scalar bool tensor is true. It is expected to be true in most updates.
 
     Args:
-        condition: the scalar.
+        condition: the scalar, equal on all replicas unless `updates_differ`.
         proceed: the rest of the update.
         step: the step to proceed with. Its gradients and notes are operands of the branch.
         variables: all variables that the rest of the update reads or assigns.
-        apart: whether the scalar may differ among replicas; then `proceed` must not reduce.
+        updates_differ: whether the scalar may differ among replicas. Then `proceed` must not reduce.
     """
     count, names = len(step.grads), list(step.notes)
 
     def inside(tensors: Sequence[Any]) -> None:
         proceed(step.replace(grads=list(tensors[:count]), notes=dict(zip(names, tensors[count:])), found_inf=None))
 
-    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables, apart=apart, mostly=True)
+    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables, apart=updates_differ, mostly=True)

@@ -1,4 +1,4 @@
-"""The arguments of `CrossShard` about speed on PyTorch."""
+"""The speed settings of `CrossShard` on PyTorch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TorchSpeed(Settings):
     """Settings of `CrossShard(torch=...)`. Other backends ignore them.
 
     Args:
-        fused: "auto" (default) or False. Whether optimizers with a fused kernel update in one pass over memory. Results
-            differ from Keras's by rounding. [Speed on PyTorch](../torch_speed.md) lists the optimizers.
-        overlap: "auto" (default) or False. Whether `fit` sends gradients while it computes others.
-        bucket_mib: float > 0, 25 by default. How many MiB of gradients are sent at a time.
+        fused: "auto" (default) or False. Whether to use fused kernels, which update in one pass over memory. Results
+            differ from Keras' by rounding. [Speed on PyTorch](../torch_speed.md) lists the optimizers.
+        overlap: "auto" (default) or False. Whether `fit` sends gradients during the backward pass.
+        bucket_mib: float > 0, 25 by default. The bucket size in MiB: the amount of gradients sent at a time.
 
     Raises:
         TypeError: if `bucket_mib` is not a number.
-        ValueError: if a value is none of the above.
+        ValueError: if an argument has an invalid value.
 
     Example:
         >>> import keras, keras_shardopt as ks

@@ -1,4 +1,4 @@
-"""Context that a trainer sets for the optimizer: this replica's rows, and whether the trainer ends training jointly."""
+"""Context that a trainer sets for losses and optimizers: the rows of the batch, and who ends training jointly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class BatchShare:
     """Number of rows here without padding: an int, or a scalar tensor if replicas of one program differ."""
 
     all_rows: Any
-    """Number of rows on all replicas, or a function that waits for it and returns it."""
+    """Number of rows on all replicas, or a function that waits for and returns it."""
 
     replicas: Communicator
     """The replicas that share the batch."""
 
     losses_are_divided: bool = False
-    """Whether the gradients of the replicas are summed (`GradientState.LOCAL_PRESCALED`) rather than averaged."""
+    """Whether the gradients of the replicas will be summed (`LOCAL_PRESCALED`) rather than averaged."""
 
     ends_early: bool = False
-    """Whether rows after the first `local_batch_size` may exist; these are padding."""
+    """Whether padding rows may follow the first `local_batch_size` rows."""
 
     rows_here: Any = None
     """Number of rows here including padding: an int, a scalar tensor, or None if unknown."""
@@ -51,7 +51,7 @@ class BatchShare:
 
     @property
     def row_share(self) -> Any:
-        """The rows here divided by `equal_part`: 1 if all replicas have the same number, 0 without rows."""
+        """The rows here divided by `equal_part`: 1 if all replicas have equally many, 0 without rows."""
         if isinstance(self.local_batch_size, int) and isinstance(self.global_batch_size, int):
             return self.local_batch_size / self.equal_part
         return ops.cast(self.local_batch_size, "float32") / self.equal_part
@@ -91,7 +91,7 @@ _joins_uneven_inputs: contextvars.ContextVar[bool] = contextvars.ContextVar("joi
 
 @contextlib.contextmanager
 def joining_uneven_inputs() -> Iterator[None]:
-    """Mark the block as one in which a trainer makes all replicas end training together."""
+    """Declare that a trainer makes all replicas end training together during the block."""
     token = _joins_uneven_inputs.set(True)
     try:
         yield

@@ -1,7 +1,7 @@
 """Send the gradients of one update between replicas, unchanged or in half precision.
 
-A `Transport` lives as long as its optimizer; a `Transfer` lives for one reduction. The reducer decides where sums
-arrive: everywhere, or in slices. An extension subclasses both and keeps its state in `carried`.
+A `Transport` lives as long as its optimizer, a `Transfer` for one reduction. The reducer decides which replicas receive
+the sums. An extension subclasses both and keeps its state in `carried`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
 
 
 class Transfer:
-    """One reduction of gradients. Everything else that replicas exchange goes through the communicator.
+    """One reduction of gradients. Replicas exchange all other tensors through the communicator.
 
     Args:
         comm: the replicas.
@@ -38,12 +38,12 @@ class Transfer:
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Give every replica the sum, or the mean, of these gradients.
+        """Return the sums or means of these gradients over replicas, and that of `along`.
 
         Args:
-            places: the positions of their variables among those of the optimizer.
+            places: the positions of their variables among the optimizer's trainable ones.
             tensors: this replica's gradients.
-            along: a flat tensor to reduce with them, or None.
+            along: a flat tensor, such as flags, to reduce in the same collective, or None.
             op: "sum" or "mean".
         """
         if along is None:
@@ -54,14 +54,14 @@ class Transfer:
     def reduce_scatter(
         self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Give every replica its slices, one after another in a flat tensor, and all of `along`.
+        """Return this replica's reduced slices, concatenated in a flat tensor, and the reduced `along`.
 
         Args:
-            rows: the slices of each replica.
-            length: int. Number of elements of the longest row.
+            rows: the slices for each replica.
+            length: int. Number of elements of the longest row, to which all are padded.
             along: see `all_reduce`.
             op: "sum" or "mean".
-            dtype: the dtype of the padding of shorter rows.
+            dtype: the dtype of the padding.
         """
         parts: list[Tensor] = []
         for row in rows:
@@ -73,7 +73,7 @@ class Transfer:
         return own, None if along is None else own[length:]
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the step with new carried values in `own`. A skipped update keeps the old ones.
+        """Return the step with the new carried values in `own`, or the old ones if the update will be skipped.
 
         Args:
             step: the reduced step.
@@ -87,7 +87,7 @@ class Transport:
     """Sends gradients unchanged."""
 
     narrow: str | None = None
-    """The dtype that sums float32 and float64 gradients, if the transport does nothing else; None otherwise."""
+    """The dtype in which gradients are summed, if the transport does nothing but cast; None otherwise."""
 
     divides_along_axes: bool = True
     """Whether a reduction can leave slices along a dimension (`Step.axes`)."""
@@ -96,11 +96,14 @@ class Transport:
     """Whether slices can be sent during the backward pass."""
 
     buckets: Callable[..., Any] | None = None
-    """Creates the buckets that PyTorch sends during the backward pass; None for the usual ones."""
+    """Creates the buckets that PyTorch sends during the backward pass; None for the default buckets."""
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The variables that each reduction reads and assigns, different on each replica, by their name in backups."""
+        """The variables that pass values from one reduction to the next, by their name in backups.
+
+        They differ on each replica, such as the errors of a lossy code, which the next gradients correct.
+        """
         return {}
 
     def check(self) -> None:
@@ -113,7 +116,7 @@ class Transport:
         """Discard carried values: state was loaded."""
 
     def stack(self) -> None:
-        """Store the carried values of all replicas along a first dimension of each variable, for one program."""
+        """Stack the carried values of all replicas along a first dimension, if one program runs all replicas."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
         """Begin one reduction among these replicas.
@@ -125,11 +128,11 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the values that a transfer has left. Runs outside `shard_map`, inside the branch of a window."""
+        """Assign the carried values of `Step.own` to the variables. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of tensors other than the gradients of a step.
+        """Return the means over replicas of other tensors, such as weights.
 
         Args:
             comm: the replicas.

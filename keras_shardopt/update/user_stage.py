@@ -1,4 +1,4 @@
-"""The wrapper of user-written stages: it converts gradients to consistent units, and checks the returned steps."""
+"""The wrapper of user-written stages. It converts gradients to consistent units, and checks the returned steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 
 
 class UserStage(Stage):
-    """Runs a user's stage, and raises an error for steps that replicas cannot continue with.
+    """Runs a user's stage, and raises an error for invalid steps.
 
-    `local` receives gradients of the replica's mean loss, and `commit` those of the mean loss over all rows. Factors of
-    loss scaling and of replicas are removed. The checks read shapes and dtypes only, so they never wait for a device.
+    `local` receives gradients of the replica's mean loss, `commit` gradients of the mean loss over all rows. Factors of
+    loss scaling and of replicas are removed. The checks read only shapes and dtypes, so they never wait for a device.
 
     Args:
         stage: the user's stage.
@@ -41,27 +41,27 @@ class UserStage(Stage):
         whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
         if in_slices and whole:
             raise ValueError(
-                "With `shard_state=True` `commit` of a stage is given this replica's slices of gradients here, flat "
-                f"and in place of whole ones. Received: stages={whole!r}, of which that is not known. Use "
-                "`shard_state=False`; or set `takes_slices = True` in a class that treats each element by itself."
+                "With `shard_state=True`, `commit` of a stage receives only this replica's slices of gradients, "
+                f"flattened. Received: stages={whole!r}, without `takes_slices`. Use `shard_state=False`, or set "
+                "`takes_slices = True` in the class if it processes each element independently."
             )
         return [cls(stage, context) for stage in options.stages]
 
     @property
-    def _looks_at_micro_batches(self) -> bool:
-        return self._stage._looks_at_micro_batches
+    def _uses_micro_batches(self) -> bool:
+        return self._stage._uses_micro_batches
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Build the stage, and assign it to this optimizer."""
-        # Store ids instead of objects: a copied stage has another id than its `_owner`, so it is free again.
-        mine = (id(self._stage), id(self))
-        owner = vars(self._stage).get("_owner", mine)
-        if owner[0] == mine[0] and owner != mine:
+        # Store ids instead of objects, so a copied stage differs from the id in its `_owner` and may be built again.
+        owner = (id(self._stage), id(self))
+        previous = vars(self._stage).get("_owner", owner)
+        if previous[0] == owner[0] and previous != owner:
             raise ValueError(
-                "Each optimizer must have stages of its own. "
-                f"Received: {self._stage!r}, which another optimizer was built with. Make a new one."
+                "Each optimizer must have separate stages. "
+                f"Received: {self._stage!r}, which another optimizer was built with. Create a new stage."
             )
-        vars(self._stage)["_owner"] = mine
+        vars(self._stage)["_owner"] = owner
 
         def add(*args: Any, **kwargs: Any) -> Variable:
             self._variables.append(add_variable(*args, **kwargs))
@@ -71,7 +71,7 @@ class UserStage(Stage):
         self._check_variables([*variables, *self._variables])
 
     def _check_variables(self, known: Sequence[Variable]) -> None:
-        """Raise ValueError for variables that are not the optimizer's: compiled steps would lose their values."""
+        """Raise ValueError for variables outside the optimizer, because compiled steps would lose their values."""
         found: list[Any] = []
         for value in vars(self._stage).values():
             found += (
@@ -82,8 +82,8 @@ class UserStage(Stage):
         others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
         if others:
             raise ValueError(
-                f"`{self._called('build')}` must make variables with its `add_variable`, or compiled steps would lose "
-                f"what is assigned to them. Received: {[v.path for v in others]}, which the optimizer does not have."
+                f"`{self._name_of('build')}` must create variables with its `add_variable`, or compiled steps would "
+                f"lose assigned values. Received: {[v.path for v in others]}, created otherwise."
             )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
@@ -95,11 +95,11 @@ class UserStage(Stage):
         if not self._stage._overrides("local"):
             return step
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
-        with assigning_nothing(f"`{self._called('local')}`"):
+        with assigning_nothing(f"`{self._name_of('local')}`"):
             after = self._stage.local(own, comm)
         self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
-        # Restore the dtypes that other replicas send, and replace None by zeros.
+        # Restore the dtypes that other replicas send, and replace None with zeros.
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
             return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
@@ -125,23 +125,23 @@ class UserStage(Stage):
         before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
         calls = ops.copy(ops.convert_to_tensor(self._context.counter)) if kept else 0
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
-        went_on = []
+        has_proceeded = []
 
-        def go_on(after: Step) -> None:
-            went_on.append(True)
+        def proceed_scaled(after: Step) -> None:
+            has_proceeded.append(True)
             proceed(_scaled(after, own, step, unit))
 
-        self._pass("commit", own, go_on)
-        # The gradients here do not tell: the loss scaling may have found an overflow in another replica's slices.
+        self._pass("commit", own, proceed_scaled)
+        # Checking gradients here is not enough: the loss scaling may find an overflow in another replica's slices.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
-        for variable, value in zip(kept, before) if went_on else ():
+        for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
 
     def reset(self) -> None:
         """See `Stage.reset`."""
         self._stage.reset()
 
-    def _called(self, hook: str) -> str:
+    def _name_of(self, hook: str) -> str:
         return f"{type(self._stage).__name__}.{hook}"
 
     def _pass(self, hook: str, step: Step, proceed: Proceed) -> None:
@@ -150,36 +150,36 @@ class UserStage(Stage):
             return
         before = step
 
-        def go_on(step: Step) -> None:
+        def checked(step: Step) -> None:
             self._check(step, before, hook, "Use `proceed(step)` or `proceed(step.replace(grads=...))`.")
             proceed(step)
 
-        returned = getattr(self._stage, hook)(step, go_on)
+        returned = getattr(self._stage, hook)(step, checked)
         if returned is not None:
             raise TypeError(
-                f"`{self._called(hook)}` must return nothing: it hands the step on with `proceed(step)`, or leaves the "
-                f"update out. Received: {type(returned).__name__}."
+                f"`{self._name_of(hook)}` must return None. To continue, call `proceed(step)`. To skip the update, do "
+                f"not call it. Received: {type(returned).__name__}."
             )
 
     def _check(self, after: Any, before: Step, hook: str, fix: str) -> None:
-        """Raise an error unless `after` can replace `before`."""
+        """Raise an error unless `after` is a valid replacement of `before`."""
         if after is before:
             return
-        rule = f"`{self._called(hook)}` must hand on"
+        rule = f"`{self._name_of(hook)}` must {'return' if hook == 'local' else 'proceed with'}"
         if not isinstance(after, Step):
             raise TypeError(f"{rule} a `Step`. Received: {_shown(after)}. {fix}")
         if not isinstance(after.notes, Mapping):
             fix = "Use `step.replace(notes={**step.notes, 'name': tensor})`."
             raise TypeError(f"{rule} a dict of `notes`. Received: {_shown(after.notes)}. {fix}")
         if hook == "local" and not _same(after.variables, before.variables):
-            fix = "Leave `variables` as they are, and give None as the gradient of one that is not to be updated."
-            raise ValueError(f"{rule} the step's own `variables`. Received: {len(after.variables)} others. {fix}")
+            fix = "Do not change `variables`. Set the gradient of a variable to None to keep its value."
+            raise ValueError(f"{rule} the step's `variables`. Received: {len(after.variables)} others. {fix}")
         if not isinstance(after.grads, (list, tuple)):
             raise TypeError(f"{rule} a list of `grads`. Received: {_shown(after.grads)}. Use a list.")
         if len(after.grads) != len(after.variables):
             raise ValueError(
                 f"{rule} one gradient, or None, for each of {len(after.variables)} variables. "
-                f"Received: {len(after.grads)}. Give None where there is none."
+                f"Received: {len(after.grads)} gradients. Use None for a missing gradient."
             )
         given = {id(variable): grad for variable, grad in zip(before.variables, before.grads)}
         for variable, grad in zip(after.variables, after.grads):
@@ -196,8 +196,8 @@ class UserStage(Stage):
         like = variable if is_local or is_sparse(old) else old
         if like is not None and not is_sparse(grad) and not _may_be_equal(grad.shape, like.shape):
             raise ValueError(
-                f"{rule} gradients of the shapes of those that came. Received: shape {tuple(grad.shape)} for {name}, "
-                f"in place of {tuple(like.shape)}. Reduce only with `keepdims=True`, or reshape the result."
+                f"{rule} gradients with unchanged shapes. Received: shape {tuple(grad.shape)} for {name}, "
+                f"instead of {tuple(like.shape)}. Reduce only with `keepdims=True`, or reshape the result."
             )
 
 

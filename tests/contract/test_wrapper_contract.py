@@ -323,7 +323,7 @@ def test_bad_calls_are_refused_and_change_nothing(wrapper):
     variables = model.trainable_variables
     optimizer = catalogue.make(wrapper, "SGD")
     grads = [keras.ops.ones(v.shape) for v in variables]
-    with pytest.raises(ValueError, match="first call"):
+    with pytest.raises(ValueError, match="first `apply`"):
         optimizer.apply(grads)
     optimizer.build(variables)
     optimizer.apply([])

@@ -339,9 +339,9 @@ def test_what_cannot_be_right_is_refused(monkeypatch):
     with mirrored(2).scope():
         weights = variables()
         for inner, words in (
-            (keras.optimizers.Lamb(), "must see"),
-            (keras.optimizers.Adam(clipnorm=1.0), "must see"),
-            (ks.LARC(keras.optimizers.SGD(), 0.1), "must see"),
+            (keras.optimizers.Lamb(), "which needs"),
+            (keras.optimizers.Adam(clipnorm=1.0), "which needs"),
+            (ks.LARC(keras.optimizers.SGD(), 0.1), "which needs"),
             (keras.optimizers.Adam(global_clipnorm=1.0), "GradientClipping"),
         ):
             with pytest.raises(ValueError, match=words):

@@ -238,7 +238,7 @@ def test_a_loss_that_was_traced_before_counts_as_it_did(one_process):
     def loss_of(outputs, y, strategy):
         return traced(outputs, y)
 
-    with pytest.warns(UserWarning, match="traced before does not show"):
+    with pytest.warns(UserWarning, match="cannot be detected"):
         check(loop(2, loss_of, False), one_process)
 
 

@@ -4,7 +4,7 @@ import types
 
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.update import exchange, reducers
-from keras_shardopt.update.reduction import Reduction, as_told, collective, rescaling
+from keras_shardopt.update.reduction import Reduction, collective, rescale_reduced, rescaling
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer
 
@@ -16,7 +16,7 @@ def global_gradients(grads, variables, replicas, kind="mean", gradient_state=Non
     state = replicas.gradient_state(grads, variables) if gradient_state is None else gradient_state
     step = Step(grads, variables, state)
     if not step.is_local:
-        return as_told(step, kind, replicas.num_replicas)
+        return rescale_reduced(step, kind, replicas.num_replicas)
     factor = rescaling(kind, replicas) if state is GradientState.LOCAL_PRESCALED else 1
     places = range(len(variables))
     reduction = Reduction(grads, variables, places, collective(state, kind), factor, trained=trained)
@@ -43,10 +43,10 @@ def plant(monkeypatch, fault):
     Gradients that arrive reduced are not moved: for these `members` has their number alone.
     """
 
-    def told(step, kind, num_replicas):
+    def without_collective(step, kind, num_replicas):
         members = types.SimpleNamespace(num_replicas=num_replicas)
         members.world = members
         return list(fault(step.grads, step.variables, members, kind, step.gradient_state))
 
     monkeypatch.setattr(exchange, "move", replacing(fault))
-    monkeypatch.setattr(reducers, "as_told", told)
+    monkeypatch.setattr(reducers, "rescale_reduced", without_collective)

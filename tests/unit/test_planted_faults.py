@@ -75,8 +75,8 @@ FAULTS = [
     ),
     fault(
         "update/reduction.py",
-        "[0, *[i + 1 for i in places]]",
-        "[0, *places]",
+        "[0, *[i + 1 for i in positions]]",
+        "[0, *positions]",
         "unit/optimizers/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
     ),
     fault(
@@ -101,14 +101,14 @@ FAULTS = [
     ),
     fault(
         "update/user_stage.py",
-        "for variable, value in zip(kept, before) if went_on else ():",
+        "for variable, value in zip(kept, before) if has_proceeded else ():",
         "for variable, value in zip(kept, before):",
         "promises/test_stages_of_your_own.py::test_a_stage_that_leaves_an_update_out_itself_keeps_what_it_has_counted",
     ),
     fault(
         "update/options.py",
-        'looks = any(stage._overrides("collect", "local") for stage in self.stages)',
-        "looks = bool(self.stages)",
+        'has_stage = any(stage._overrides("collect", "local") for stage in self.stages)',
+        "has_stage = bool(self.stages)",
         "promises/test_stages_of_your_own.py::test_only_stages_before_the_reduction_hold_it_up",
     ),
     # How gradients arrive, and by what they are divided.
@@ -138,8 +138,8 @@ FAULTS = [
     ),
     fault(
         "update/exchange.py",
-        "return [total if has else None for total, has in zip(sums, heard.present)], numbers",
-        "return list(sums), numbers",
+        "return [total if has else None for total, has in zip(sums, flags_of_all.present)], nonfinite_flags",
+        "return list(sums), nonfinite_flags",
         "unit/update/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
     ),
     fault(
@@ -570,7 +570,7 @@ FAULTS = [
     ),
     fault(
         "update/nonfinite.py",
-        "proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, apart)",
+        "proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, updates_differ)",
         "proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, False)",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         backend="tensorflow",
@@ -1274,7 +1274,7 @@ FAULTS = [
     ),
     fault(
         "update/reduction.py",
-        "                    places[position] = place",
+        "                    indices[position] = index",
         "                    pass",
         "unit/update/test_local_gradients.py::test_a_bad_gradient_is_named_where_a_variable_is_left_out[False-2]",
     ),

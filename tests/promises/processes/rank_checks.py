@@ -499,7 +499,7 @@ def a_loss_that_adds_up_is_warned_of_once_where_the_mean_is_wrong(scope):
             warnings.simplefilter("always")
             for _ in range(2):
                 model.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
-        return [str(w.message) for w in caught if "adds up over rows" in str(w.message)]
+        return [str(w.message) for w in caught if "a loss that sums over rows" in str(w.message)]
 
     def adding():
         return keras.losses.MeanSquaredError(reduction="sum")

@@ -112,7 +112,7 @@ def test_a_loss_scale_optimizer_around_a_multi_optimizer_is_refused_by_the_time_
 def test_an_inner_optimizer_of_another_model_is_refused():
     inner = keras.optimizers.SGD()
     ks.CrossShard(inner).build(problem.model().trainable_variables)
-    with pytest.raises(ValueError, match="one model only"):
+    with pytest.raises(ValueError, match="two models"):
         ks.CrossShard(inner).build(problem.model().trainable_variables)
 
 

@@ -200,7 +200,7 @@ def test_golden_errors_of_apply():
     assert APPLY["apply_all_none"]["error"] == APPLY["apply_with_ragged_groups"]["error"] == {"type": "ValueError"}
     with pytest.raises(ValueError, match="No gradients provided"):
         ks.CrossShard("sgd").apply([None], [keras.Variable([1.0])])
-    with pytest.raises(ValueError, match="one size"):
+    with pytest.raises(ValueError, match="equal size"):
         ks.CrossShard("sgd", group_assignment=[[0, 1], [2]])
 
 

@@ -208,14 +208,14 @@ def test_inside_another_cross_shard_it_is_refused(argument):
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
-        with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
+        with pytest.raises(ValueError, match="Pass these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
     assert not ks.CrossShard("sgd").state_finder.needs_local_gradients
 
 
 def test_inside_another_cross_shard_one_group_of_all_is_refused_too():
     inner = ks.CrossShard("sgd", group_assignment=[[0, 1]])
-    with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
+    with pytest.raises(ValueError, match="Pass these arguments to the outer `CrossShard`"):
         ks.CrossShard(inner)
 
 
@@ -240,17 +240,17 @@ def test_gradients_pass_where_the_reduction_is_claimed():
         ([[0, 1], 2], "list of lists"),
         (7, "list of lists"),
         ("01", "list of lists"),
-        ([["0"], ["1"]], "ints"),
-        ([[[0]], [[1]]], "ints"),
-        ([[None]], "ints"),
-        ([[0, 0], [1, 1]], r"once.*\[0, 1\] stand more than once"),
-        ([[0, 1], [0, 1]], r"once.*\[0, 1\] stand more than once"),
-        ([[0, 1], [2, 4]], r"from 0 to.*but not \[3\]"),
-        ([[1, 2]], r"but not \[0\]"),
-        ([[0.5, 0]], r"but not \[1\]"),
-        ([[-1, 0]], r"but not \[1\]"),
-        ([[0, 1], [2]], r"one size.*\[2, 1\]"),
-        ([[0], []], r"one size.*\[1, 0\]"),
+        ([["0"], ["1"]], "integer"),
+        ([[[0]], [[1]]], "integer"),
+        ([[None]], "integer"),
+        ([[0, 0], [1, 1]], r"once.*\[0, 1\] more than once"),
+        ([[0, 1], [0, 1]], r"once.*\[0, 1\] more than once"),
+        ([[0, 1], [2, 4]], r"from 0 to.*but without \[3\]"),
+        ([[1, 2]], r"but without \[0\]"),
+        ([[0.5, 0]], r"but without \[1\]"),
+        ([[-1, 0]], r"but without \[1\]"),
+        ([[0, 1], [2]], r"equal size.*\[2, 1\]"),
+        ([[0], []], r"equal size.*\[1, 0\]"),
     ],
 )
 def test_groups_are_checked_in_the_constructor(groups, rule):
@@ -289,7 +289,7 @@ def test_groups_of_another_number_of_replicas_are_refused_on_every_replica(num_r
     refused = []
 
     def step(replicas):
-        with pytest.raises(ValueError, match=rf"{sum(map(len, groups))} replicas, where there are {num_replicas}"):
+        with pytest.raises(ValueError, match=rf"{sum(map(len, groups))} replicas, but the program has {num_replicas}"):
             ks.CrossShard("sgd", group_assignment=groups).apply([ops.ones(2)], [keras.Variable([0.0, 0.0])])
         refused.append(replicas.replica_id)
 

@@ -99,7 +99,7 @@ def test_next_values_beside_divided_state(case, monkeypatch):
     check(case, 2, GradientState.LOCAL, monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are reduced already")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
     "case", some([name for name in DIVIDED if "skips" not in name], ["scaled window, divided state"])

@@ -76,12 +76,24 @@ def test_files_with_old_arguments_load_without_a_warning(name):
     ("arguments", "words"),
     [
         (lambda: {"sync_evry": 3}, r"unexpected keyword argument 'sync_evry'"),
-        (lambda: {"sync_every": 3, "extensions": [ks.LocalSGD(2)]}, "`sync_every` and a `LocalSGD` are both given"),
-        (lambda: {"sync_every": 0}, "`sync_every` must make a `LocalSGD`. `every` must be .* Received: every=0"),
-        (lambda: {"virtual_replicas": "2"}, "`virtual_replicas` must make a `VirtualReplicas`. `number` must be"),
-        (lambda: {"fused": False, "torch": ks.TorchSpeed()}, "`fused` and a `TorchSpeed` are both given"),
+        (
+            lambda: {"sync_every": 3, "extensions": [ks.LocalSGD(2)]},
+            "`sync_every` cannot be combined with a `LocalSGD`",
+        ),
+        (
+            lambda: {"sync_every": 0},
+            "`sync_every` must be valid for a `LocalSGD`. `every` must be .* Received: every=0",
+        ),
+        (
+            lambda: {"virtual_replicas": "2"},
+            "`virtual_replicas` must be valid for a `VirtualReplicas`. `number` must be",
+        ),
+        (lambda: {"fused": False, "torch": ks.TorchSpeed()}, "`fused` cannot be combined with a `TorchSpeed`"),
         (lambda: {"extensions": ks.LocalSGD(2)}, "`extensions` must be a list .* Received: extensions=LocalSGD"),
-        (lambda: {"extensions": [ks.LocalSGD(2), ks.LocalSGD(3)]}, "`extensions` must hold one of each kind"),
+        (
+            lambda: {"extensions": [ks.LocalSGD(2), ks.LocalSGD(3)]},
+            "`extensions` must contain at most one object of each class",
+        ),
         (lambda: {"torch": {"fused": False}}, "`torch` must be a `keras_shardopt.TorchSpeed` or None"),
     ],
 )
