@@ -36,11 +36,6 @@ _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placeme
 class PaddedShards(OneProgramShards):
     """Divides each variable into slices of equal length, one per replica of this program.
 
-    Args:
-        optimizer: the `CrossShard`, around optimizers that are not built.
-        variables: the trainable variables, with a copy on each replica.
-        num_replicas: int >= 2.
-
     Raises:
         ValueError: if an optimizer inside cannot update every variable in parts.
     """
@@ -126,7 +121,6 @@ class PaddedShards(OneProgramShards):
         self._all_gather_weights([i for i in self._divided if i in given], replicas)
 
     def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:
-        """Give every replica the slices of all other replicas."""
         for dtype in dict.fromkeys(dtype_of(self.variables[i]) for i in positions):
             alike = [i for i in positions if dtype_of(self.variables[i]) == dtype]
             own = ops.concatenate([ops.convert_to_tensor(self.stand_ins[i]) for i in alike])

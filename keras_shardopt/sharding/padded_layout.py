@@ -30,13 +30,7 @@ _MAX_OVER_IDEAL = 1.02
 
 
 class PaddedLayout(OneProgramShards):
-    """Divides state into equal shares, padding each variable by less than one element per replica.
-
-    Args:
-        optimizer: the `CrossShard`, around optimizers that are not built.
-        variables: the trainable variables.
-        num_replicas: int >= 2.
-    """
+    """Divides state into equal shares, padding each variable by less than one element per replica."""
 
     lays_out = True
 

@@ -51,11 +51,9 @@ class ShardedState(OptimizerWrapper):
         return self.shard_state and placement.state_sharding == "layout"
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the stand-ins if state is divided; `variables` otherwise."""
         return list(variables) if self._shards is None else self._shards.inside(variables)
 
     def _inner_is_built(self) -> None:
-        """Divide the new state."""
         if self._shards is not None:
             self._shards.bind_state(self)
         elif self._lays_out_state:
@@ -91,7 +89,6 @@ class ShardedState(OptimizerWrapper):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The divided state."""
         if self._shards is None or self._shards.lays_out:
             return []
         return [v for v in self.inner.variables if self._shards.is_divided(v)]

@@ -70,11 +70,6 @@ class Bucket:
 class FlatShards(Shards):
     """Slices of flattened variables, for replicas that are processes.
 
-    Args:
-        optimizer: the `CrossShard`, around optimizers that are not built.
-        variables: the trainable variables.
-        replicas: the replicas that divide the state.
-
     Raises:
         ValueError: if an optimizer inside can be divided neither by element nor by variable.
     """
@@ -256,7 +251,6 @@ class FlatShards(Shards):
         return mine if dtype_of(first) == dtype_of(own) else [pairs[0], *mine]
 
     def _leaf_variables(self, pairs: Sequence[tuple[int, Tensor]]) -> list[Variable]:
-        """Return the variables at these positions inside the innermost optimizer."""
         return [self._leaf._trainable_variables[i] for i, _ in pairs]
 
     def _copy_in(self) -> None:
@@ -267,7 +261,6 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in cut])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
-        """Give every replica the slices of all other replicas."""
         # All replicas run the same collectives in the same order, even one with weights moved out of the flat memory.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []

@@ -110,7 +110,6 @@ class Accumulation(Stage):
 
     @property
     def _sums_and_share(self) -> list[Variable]:
-        """The variables with a different value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
@@ -160,7 +159,6 @@ class Accumulation(Stage):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The sums and snapshots of the window, once built."""
         return [*self._sums_and_share, *self.snapshots] if self.is_built else []
 
     def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:

@@ -40,11 +40,7 @@ class CrossShardProtocol(Optimizer, Protocol):
 
 
 class StageContext:
-    """The interface of a `CrossShard` for stages, transports and reducers, available during its construction.
-
-    Args:
-        optimizer: the `CrossShard`.
-    """
+    """The interface of a `CrossShard` for stages, transports and reducers, available during its construction."""
 
     def __init__(self, optimizer: CrossShardProtocol) -> None:
         self._optimizer = optimizer

@@ -18,11 +18,7 @@ _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 
 class FusedUpdate(Stage):
-    """Runs Keras' built-in optimizers with PyTorch's fused kernels, or in pieces that fit into the CPU's cache.
-
-    Args:
-        context: the optimizer.
-    """
+    """Runs Keras' built-in optimizers with PyTorch's fused kernels, or in pieces that fit into the CPU's cache."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
@@ -31,7 +27,6 @@ class FusedUpdate(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage if the backend has kernels."""
         return [] if _kernels is None else [cls(context)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -47,7 +42,6 @@ class FusedUpdate(Stage):
         ]
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Run the rest of the update in one pass."""
         self.run(step.grads, proceed, step)
 
     def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:

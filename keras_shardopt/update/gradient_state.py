@@ -39,13 +39,7 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 
 
 class GradientStateFinder:
-    """Determines the state in which gradients arrive.
-
-    Args:
-        options: the options of the `CrossShard`.
-        accumulates: whether it accumulates gradients.
-        optimizer: the `CrossShard`, for warnings.
-    """
+    """Determines the state in which the gradients of a `CrossShard` arrive."""
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options

@@ -53,7 +53,6 @@ class SkipNonFinite(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage unless `on_nonfinite` is "ignore"."""
         if options.on_nonfinite == "ignore":
             return []
         return [cls(context, context.skips_inside, options.looks_at_own_gradients)]

@@ -42,7 +42,6 @@ class PartOfBatch(Communicator):
         self._others = others
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return `LOCAL`."""
         return GradientState.LOCAL
 
     def _raise_not_counted(self) -> NoReturn:

@@ -19,11 +19,9 @@ from keras_shardopt.wrapping.chain import base_optimizers
 
 
 class Peers:
-    """The replicas of one optimizer, checked and synchronized once before the first update.
+    """Checks and synchronizes the replicas of a `CrossShard`, once before the first update.
 
-    Args:
-        optimizer: a `CrossShard` under construction.
-        members: maps the communicator of all replicas to that of this replica's group.
+    `members` maps the communicator of all replicas to that of this replica's group.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:

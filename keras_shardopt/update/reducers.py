@@ -49,13 +49,7 @@ class GradientSlicer(Protocol):
 
 
 class AllReduce:
-    """Gives every replica the mean or the sum of the gradients of all replicas, or of its group.
-
-    Args:
-        context: the optimizer.
-        options: its options.
-        transport: sends the gradients.
-    """
+    """Gives every replica the mean or the sum of the gradients of all replicas, or of its group."""
 
     def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport) -> None:
         self._context = context
@@ -68,12 +62,10 @@ class AllReduce:
         """Do nothing: this reducer sends after the backward pass."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return None."""
         return None
 
     @property
     def has_finished(self) -> bool:
-        """False: the backward pass does not reduce."""
         return False
 
     def members(self, comm: Communicator) -> Communicator:
@@ -82,7 +74,6 @@ class AllReduce:
         return comm if groups is None else comm.split(groups)
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Reduce the gradients. A replica without rows sends zeros."""
         members = self.members(comm)
         if not step.is_local:
             return self.own_part(self._without_collective(step, members))
@@ -97,7 +88,6 @@ class AllReduce:
         return self._arrived(reduction.unpack(grads, found_inf, step))
 
     def own_part(self, step: Step) -> Step:
-        """Return the step unchanged."""
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
@@ -154,14 +144,7 @@ class AllReduce:
 
 
 class ReduceScatter(AllReduce):
-    """Gives every replica its slices of the global gradients, because it holds only the state of these slices.
-
-    Args:
-        context: the optimizer.
-        options: its options.
-        transport: sends the gradients.
-        shards: divides gradients as the state is divided.
-    """
+    """Gives every replica its slices of the global gradients, because it holds only the state of these slices."""
 
     def __init__(
         self, context: StageContext, options: CrossShardOptions, transport: Transport, shards: GradientSlicer
@@ -170,7 +153,6 @@ class ReduceScatter(AllReduce):
         self._shards = shards
 
     def own_part(self, step: Step) -> Step:
-        """Return the step with this replica's slices."""
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
@@ -195,14 +177,7 @@ class ReduceScatter(AllReduce):
 
 
 class Overlapped:
-    """Sends gradients during the backward pass on PyTorch; delegates to another reducer otherwise.
-
-    Args:
-        at_the_end: the other reducer.
-        context: the optimizer.
-        options: its options.
-        shards: divides gradients, if the other reducer is a `ReduceScatter`.
-    """
+    """Sends gradients during the backward pass on PyTorch. Otherwise it delegates to the reducer `at_the_end`."""
 
     def __init__(
         self,
@@ -251,7 +226,6 @@ class Overlapped:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the last backward pass has reduced the gradients."""
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:

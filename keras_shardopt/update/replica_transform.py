@@ -28,12 +28,7 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _ReplicaOption(Stage):
-    """Base class: applies the option `_option` to each replica's gradients, in units of its mean loss.
-
-    Args:
-        value: the value of the option.
-        context: the optimizer, for its loss scale.
-    """
+    """Base class: applies the option `_option` to each replica's gradients, in units of its mean loss."""
 
     _option: str
 
@@ -43,12 +38,10 @@ class _ReplicaOption(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage unless the option is None."""
         value = getattr(options, cls._option)
         return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """See `transformed_gradients`."""
         # A replica without rows has no mean loss, and the reduction discards its gradients, so use any unit.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows

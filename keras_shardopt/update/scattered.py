@@ -18,7 +18,7 @@ class AlongAxes(Transfer):
     """Reduces some gradients to slices along a dimension, and everything else whole.
 
     Args:
-        transfer: the transfer of the whole reduction, used for `left` and its communicator.
+        transfer: provides `left` and the communicator.
         axes: by position of a variable, the dimension along which its gradient is divided.
     """
 
@@ -28,13 +28,11 @@ class AlongAxes(Transfer):
         self._axes = axes
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """See `Transfer.left`."""
         return self._transfer.left(step, all_decide)
 
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See `Transfer.all_reduce`."""
         divided = {i: self._axes[place] for i, place in enumerate(places) if place in self._axes}
         moved = [ops.moveaxis(tensors[i], axis, 0) for i, axis in divided.items()]
         results: dict[int, Tensor] = {}

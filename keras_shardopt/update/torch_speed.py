@@ -53,9 +53,7 @@ class TorchSpeed(Settings):
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
-        """See `Settings.from_old`."""
         return cls(**arguments)
 
     def to_old(self) -> dict[str, Any]:
-        """See `Settings.to_old`."""
         return dict(vars(self))

@@ -23,11 +23,7 @@ Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
 
 
 class Transfer:
-    """One reduction of gradients. Replicas exchange all other tensors through the communicator.
-
-    Args:
-        comm: the replicas.
-    """
+    """One reduction of gradients. Replicas exchange all other tensors through the communicator."""
 
     scatters: bool = True
     """Whether `reduce_scatter` works."""
@@ -145,11 +141,7 @@ class Transport:
 
 
 class InHalf(Transport):
-    """Sums gradients in half precision.
-
-    Args:
-        dtype: "float16" or "bfloat16".
-    """
+    """Sums gradients in half precision ("float16" or "bfloat16")."""
 
     def __init__(self, dtype: str) -> None:
         self.narrow = dtype
@@ -159,7 +151,6 @@ class InHalf(Transport):
         return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """See `Transport.means`."""
         return Compressed(comm, str(self.narrow), divides=True).all_reduce(list(tensors), "mean")
 
 

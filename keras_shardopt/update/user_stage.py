@@ -23,10 +23,6 @@ class UserStage(Stage):
 
     `local` receives gradients of the replica's mean loss, `commit` gradients of the mean loss over all rows. Factors of
     loss scaling and of replicas are removed. The checks read only shapes and dtypes, so they never wait for a device.
-
-    Args:
-        stage: the user's stage.
-        context: the optimizer.
     """
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
@@ -87,11 +83,9 @@ class UserStage(Stage):
             )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """See `Stage.collect`."""
         self._pass("collect", step, proceed)
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """See `Stage.local`."""
         if not self._stage._overrides("local"):
             return step
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
@@ -138,7 +132,6 @@ class UserStage(Stage):
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
 
     def reset(self) -> None:
-        """See `Stage.reset`."""
         self._stage.reset()
 
     def _name_of(self, hook: str) -> str:
@@ -162,7 +155,6 @@ class UserStage(Stage):
             )
 
     def _check(self, after: Any, before: Step, hook: str, fix: str) -> None:
-        """Raise an error unless `after` is a valid replacement of `before`."""
         if after is before:
             return
         rule = f"`{self._name_of(hook)}` must {'return' if hook == 'local' else 'proceed with'}"

@@ -48,17 +48,11 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
-    """Restores changes of forward passes if `optimizer`, the outermost wrapper, skips an update.
-
-    Args:
-        optimizer: an optimizer during its `build`.
-        accumulators: the `Accumulation` of the `CrossShard` that accumulates, or None.
-        add_variable: creates variables, for values kept over an accumulation window in traced steps.
-    """
+    """Restores changes of forward passes if `optimizer`, the outermost wrapper, skips an update."""
 
     def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
-        """The `Accumulation` stage, or None."""
+        """The `Accumulation` of the `CrossShard` that accumulates, or None."""
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
@@ -369,12 +363,10 @@ class _SavedValues(threading.local):  # TensorFlow's replicas are threads
                 self.save(variable)
 
     def save_once(self, variable: Variable) -> None:
-        """Save the current value, unless one is saved already."""
         if self.of(variable) is None:
             self.save(variable)
 
     def save(self, variable: Variable) -> None:
-        """Save the current value."""
         # On JAX, the value may be the one of a stateless scope. On other backends, read it without autocast.
         now = variable.value if runtime.updates_are_stateless else variable._value
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
