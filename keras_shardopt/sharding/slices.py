@@ -257,8 +257,8 @@ class FlatShards(Shards):
         for weights in self._flat_weights:
             if weights is not None:
                 weights.flat()  # before slicing, because it may move the weights
-        cut = [(i, piece) for i, piece in self._own_pieces.items() if self._may_split[i]]
-        _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in cut])
+        split = [(i, piece) for i, piece in self._own_pieces.items() if self._may_split[i]]
+        _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         # All replicas run the same collectives in the same order, even one with weights moved out of the flat memory.

@@ -73,9 +73,9 @@ def _reduce_weighted_values(
         if _has_padding(part):
             raise ValueError(
                 "A loss function must return one value for each row if the model has a synchronized "
-                "`BatchNormalization` and the batch size is not a multiple of the number of replicas. Received: a "
-                f"scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Return one value "
-                "per row, or use a batch size that is a multiple."
+                "`BatchNormalization` and an uneven batch. Received: a scalar, for "
+                f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Return one value per row, or "
+                "use a batch size that is a multiple of the number of replicas."
             )
         # A scalar has no values per row, so assume the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))

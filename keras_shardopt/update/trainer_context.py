@@ -1,4 +1,4 @@
-"""Context that a trainer sets for losses and optimizers: the rows of the batch, and who ends training jointly."""
+"""Context that a trainer sets: this replica's rows, and whether all replicas end training together."""
 
 from __future__ import annotations
 
