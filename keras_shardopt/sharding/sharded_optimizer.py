@@ -39,7 +39,7 @@ class ShardedState(OptimizerWrapper):
 
     axis_name: str
     shard_state: bool
-    _shards: Shards | None = None  # None also if a layout divides the state
+    _shards: Shards | None = None  # None also if a layout divides the state without padding
 
     def _divided(self, variables: Sequence[Variable]) -> Shards | None:
         """Create the shards. Return None if the state has no stand-ins."""

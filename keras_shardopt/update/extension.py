@@ -118,7 +118,7 @@ class ExtensionStage(Stage):
     """Its variables that optimizer files contain."""
 
     private: Sequence[Variable] = ()
-    """Variables outside `_replica_state` that may differ among replicas for a time."""
+    """Optimizer state that each replica updates separately. `_replica_state` includes it once values may differ."""
 
     are_apart: bool = False
     """Whether replicas currently have different weights."""
