@@ -229,7 +229,7 @@ def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Ten
         count, losses = own
         if len(model.losses) != count:
             raise ValueError(
-                "`add_loss` must be called in the forward pass, because later losses have no replica. "
+                "`add_loss` must be called in the forward pass, because later losses cannot be assigned to a replica. "
                 f"Received: {len(model.losses)} additional losses in `compute_loss`, but {count} after the forward "
                 "pass. Add the loss to the result of `compute_loss` instead."
             )

@@ -208,7 +208,7 @@ class Overlapped:
             self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with the gradients that the buckets have reduced, or now reduce."""
+        """Return the step reduced in buckets, which were sent early or are sent now."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
