@@ -171,11 +171,11 @@ class FlatShards(Shards):
             reduced_flags = reduced_flags if number else reduced
             slices |= mine
         if reduced_flags is not None:
-            flags_of_all, nonfinite_flags = channel.unpack(reduced_flags, op)
-            if flags_of_all is not None:
-                flags_of_all.check_all_train()
-                flags_of_all.check_same_variables()
-                slices = {i: slices[i] if has else None for i, has in zip(indices, flags_of_all.present)}
+            received_flags, nonfinite_flags = channel.unpack(reduced_flags, op)
+            if received_flags is not None:
+                received_flags.check_all_train()
+                received_flags.check_same_variables()
+                slices = {i: slices[i] if has else None for i, has in zip(indices, received_flags.present)}
         found = [slices.get(i) for i in positions]
         found = [None if value is None else scaled(value, reduction.factor) for value in found]
         found = with_next_values(reduction, found, replicas)

@@ -83,20 +83,20 @@ def _sums(
     flags = channel.pack(dtype_of(filled[0]), nonfinite_flags)
     sums, reduced_flags = transfer.all_reduce([reduction.places[i] for i in plain], filled, flags, reduction.op)
     assert reduced_flags is not None
-    flags_of_all, rest = channel.unpack(reduced_flags, reduction.op)
+    received_flags, rest = channel.unpack(reduced_flags, reduction.op)
     nonfinite_flags = None if nonfinite_flags is None else rest
-    if flags_of_all is None:
+    if received_flags is None:
         return list(sums), nonfinite_flags
-    if any(flags_of_all.more):
+    if any(received_flags.more):
         raise_failure_of_others(members)
     try:
-        flags_of_all.check_all_train()
-        flags_of_all.check_same_variables()
+        received_flags.check_all_train()
+        received_flags.check_same_variables()
     except ValueError as error:
         if ranks is not None:
             ranks.say_failure(str(error), members.members[0])
         raise
-    return [total if has else None for total, has in zip(sums, flags_of_all.present)], nonfinite_flags
+    return [total if has else None for total, has in zip(sums, received_flags.present)], nonfinite_flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:

@@ -138,7 +138,7 @@ FAULTS = [
     ),
     fault(
         "update/exchange.py",
-        "return [total if has else None for total, has in zip(sums, flags_of_all.present)], nonfinite_flags",
+        "return [total if has else None for total, has in zip(sums, received_flags.present)], nonfinite_flags",
         "return list(sums), nonfinite_flags",
         "unit/update/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
     ),
