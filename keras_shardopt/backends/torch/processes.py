@@ -106,7 +106,7 @@ processes = TorchProcesses()
 _CALLS = {  # announcements, by the function that gathers objects
     "largest_difference": "compares weights",
     "check_agreement": "compares its trained variables before its first update",
-    "_is_everyones": "compares its trained variables before its first update",
+    "_is_same_on_all": "compares its trained variables before its first update",
     "_check_same_on_all_processes": "calls `shard_data`",
     "_take_from_first": "begins to draw batches",
     "raise_together": "saves a model or a backup, in which all ranks take part",
