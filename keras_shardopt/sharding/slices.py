@@ -1,4 +1,4 @@
-"""One process's share of the optimizer state: it alone updates these slices of variables.
+"""The slices of variables, and of their optimizer state, that one process updates for all replicas.
 
 Hides the layout of slices in messages between replicas. The inner optimizer is built on a stand-in for each trainable
 variable: this replica's slice, the variable itself if the replica owns it whole, or an empty variable if other replicas
