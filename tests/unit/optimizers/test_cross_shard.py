@@ -170,6 +170,6 @@ def test_the_loss_scale_is_that_of_whatever_scales_inside():
 def test_arguments_cannot_be_changed_afterwards(name):
     optimizer = ks.CrossShard("sgd")
     with pytest.raises(
-        AttributeError, match=f"`{name}` of a `CrossShard` cannot be changed. Received: 'x'. Make a new"
+        AttributeError, match=f"`{name}` of a `CrossShard` cannot be changed. Received: 'x'. Create a new"
     ):
         setattr(optimizer, name, "x")

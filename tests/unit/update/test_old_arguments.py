@@ -161,7 +161,9 @@ def test_a_subclass_that_passes_old_arguments_is_loaded():
 @pytest.mark.parametrize("settings", [ks.LocalSGD(2), ks.VirtualReplicas(4), ks.TorchSpeed()], ids=repr)
 def test_objects_cannot_be_changed(settings):
     for name in settings.get_config():
-        with pytest.raises(AttributeError, match=f"`{name}` of a `.*` cannot be changed. Received: 3. Make a new one"):
+        with pytest.raises(
+            AttributeError, match=f"`{name}` of a `.*` cannot be changed. Received: 3. Create a new one"
+        ):
             setattr(settings, name, 3)
 
 
