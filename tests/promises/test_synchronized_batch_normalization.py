@@ -96,14 +96,18 @@ def test_rows_that_may_be_padding_and_cannot_be_told_are_refused():
     x = np.ones((13, 2), "float32")
     with ks.data_parallel(4) as replicas:
         model = normalizing.compiled(make, around={"replica_clipnorm": 1e9})
-    with pytest.raises(ValueError, match="Received: 8 rows on a replica that has 4 of 13"):
+    with pytest.raises(ValueError, match="Received: 8 entries on a replica that has 4 rows of 13"):
         model.train_on_batch(x, x)
     replicas.close()
 
 
 # A layer that gets padded rows, the loss, and the words of the error.
 WITH_PADDING = {
-    "another layer": (lambda: keras.layers.BatchNormalization(name="apart"), "mse", "Received: 'apart', which is not"),
+    "another layer": (
+        lambda: keras.layers.BatchNormalization(name="apart"),
+        "mse",
+        "Received: 'apart', unsynchronized",
+    ),
     "added loss": (uneven.AddsLoss, "mse", r"Received: 1 added loss\(es\)"),
     "scalar loss": (lambda: keras.layers.Dense(2), lambda y, p: keras.ops.mean(y - p), "Received: a scalar"),
 }

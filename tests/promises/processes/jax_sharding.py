@@ -117,7 +117,7 @@ def main():
     refused(lambda: fit(X[:fewer], Y[:fewer], shuffle=False), ValueError, "other numbers of batches")
     x, y = ks.shard_data(X, Y)
     some = (x, y) if odd else (X, Y)
-    refused(lambda: fit(*some), ValueError, "process 0: the whole data, process 1: a part of its own")
+    refused(lambda: fit(*some), ValueError, "process 0: the whole data, process 1: a separate part")
     # Parts of its own: from `shard_data`, also where a part of them is split off, and where somebody says so.
     for more in ({"validation_split": 0.2}, {"validation_data": whole_data.VALIDATION}):
         history = model.fit(x, y, batch_size=8, verbose=0, **more).history

@@ -878,7 +878,9 @@ def check_replicas_stops_fit_on_every_rank(scope):
 
     real, exchange.move = exchange.move, reducing.replacing(lambda grads, *_: grads)  # local from here on
     fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
-    words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
+    words = (
+        "after 4 batches of this `fit`: different values of `mlp/hidden/kernel` on replica 0 against replica 1 against"
+    )
     refused(fit, RuntimeError, words)
     exchange.move = real
 

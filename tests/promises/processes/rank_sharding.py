@@ -653,7 +653,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
     refused(lambda: compiled(scope).predict(X[odd:], verbose=0), ValueError, "`keras_shardopt.shard_data(...)`, or `")
     x, y = ks.shard_data(X, Y)
     some = train(x, y) if odd else train(X, Y)
-    refused(some, ValueError, "process 0: the whole data, process 1: a part of its own, process 2: the whole data")
+    refused(some, ValueError, "process 0: the whole data, process 1: a separate part, process 2: the whole data")
 
     class Loses(Batches):
         def __getitem__(self, index):
