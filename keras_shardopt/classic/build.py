@@ -149,8 +149,6 @@ class _Conflict(ValueError, AttributeError):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class _FunctionOfStep(keras.optimizers.schedules.LearningRateSchedule):
-    """Schedule that calls a function of the number of updates so far."""
-
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 

@@ -59,7 +59,7 @@ class _Replication:
         position = counts[self.tower]
         counts[self.tower] += 1
         if self.tower > 0 and position >= counts[0]:
-            self._refuse(key)
+            self._raise_unequal_calls(key)
         if position == len(calls):
             calls.append(_Call())
         calls[position].add(grads, variables, optimizer._var_key, self.factor)
@@ -80,9 +80,9 @@ class _Replication:
             )
         for key, counts in self._num_calls.items():
             if counts[self.tower] != counts[0]:
-                self._refuse(key)
+                self._raise_unequal_calls(key)
 
-    def _refuse(self, key: int) -> None:
+    def _raise_unequal_calls(self, key: int) -> None:
         raise ValueError(
             "Each tower must call each `Tower` optimizer equally often. Received: "
             f"{self._num_calls[key][: self.tower + 1]} calls of `{self._names[key]}` in towers 0 to {self.tower}. "
@@ -274,7 +274,7 @@ def replicate(
       after another, as micro-batches that need only one tower's memory for activations. After a first `fit` on
       TensorFlow or JAX, also call `model.make_train_function(force=True)`, because Keras keeps the compiled step.
     - A custom step is `step(batch) -> outputs`, or, as in Keras on JAX, `step(state, batch) -> (outputs, state)`. Each
-      tower receives the state that the last returned. Pass inputs and targets as one batch: `step((x, y))`. Compile
+      tower receives the previous tower's state. Pass inputs and targets as one batch: `step((x, y))`. Compile
       (`jax.jit`, `tf.function`) what `replicate` returns instead of the step.
 
     Args:
@@ -379,7 +379,6 @@ def _is_loss(outputs: Any) -> bool:
 
 
 def _outputs_and_state(returned: Any, state: Any) -> tuple[Any, list[Any]]:
-    """Return outputs and state from the result of a step with a state."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and _shapes(returned[1]) == _shapes(state)):
         raise TypeError(
             "A replicated step with two arguments must be `step(state, batch) -> (outputs, state)`, and the state must "

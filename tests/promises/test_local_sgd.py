@@ -14,7 +14,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.extensions.local_sgd.looks import local_updates_in
+from keras_shardopt.extensions.local_sgd.mixins import local_updates_in
 
 pytestmark = pytest.mark.xdist_group("test_local_sgd")  # which looks at the same runs in many tests
 
@@ -282,13 +282,13 @@ def _without_decay_of(name):
         ({"sync_every": 2, "sync_warmup": -1}, "`warmup` must be at least 0"),
         ({"sync_every": 2, "shard_state": True}, "shard_state"),
         ({"sync_every": 2, "group_assignment": [[0], [1]]}, "group_assignment"),
-        ({"sync_every": 2, "virtual_replicas": 4}, "`extensions` with another one"),
+        ({"sync_every": 2, "virtual_replicas": 4}, "with another extension"),
         ({"sync_every": 2, "reduction": "sum"}, "reduction"),
         ({"sync_every": 2, "on_nonfinite": "raise"}, "on_nonfinite"),
         ({"sync_every": 2, "gradients": "global"}, "gradients"),
         ({"sync_every": 2, "outer_optimizer": "nothing"}, "`outer_optimizer` must be"),
         ({"sync_every": 2, "outer_optimizer": lambda: ks.CrossShard("sgd")}, "`outer_optimizer` must be"),
-        ({"sync_every": 2, "outer_optimizer": lambda: keras.optimizers.SGD(use_ema=True)}, "with `use_ema`"),
+        ({"sync_every": 2, "outer_optimizer": lambda: keras.optimizers.SGD(use_ema=True)}, "ignores `use_ema`"),
         ({"sync_every": 2, "outer_optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=2.0)}, "`loss_scale_f"),
         ({"sync_every": 2, "outer_optimizer": lambda: _without_decay_of("bias")}, "`exclude_from_weight_decay`"),
         ({"sync_every": 2, "stages": lambda: [ks.GradientNoise()]}, "`GradientNoise` needs"),
@@ -315,16 +315,16 @@ def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(
     model = problem.model()
     model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
     model.optimizer.build(model.trainable_variables)
-    local_updates_in([model.optimizer])[0].left_out.assign(3)
-    with pytest.warns(UserWarning, match="Received: 3 of them"):
+    local_updates_in([model.optimizer])[0].num_skipped_syncs.assign(3)
+    with pytest.warns(UserWarning, match="Received: 3 such"):
         ks.save_model(model, tmp_path / "model.keras")
     if is_new:
         model = keras.saving.load_model(tmp_path / "model.keras")
     local = local_updates_in([model.optimizer])[0]
-    assert int(keras.ops.convert_to_numpy(local.left_out)) == 3
+    assert int(keras.ops.convert_to_numpy(local.num_skipped_syncs)) == 3
     local.before_look()  # warnings are errors
-    local.left_out.assign(4)
-    with pytest.warns(UserWarning, match="Received: 1 of them"):
+    local.num_skipped_syncs.assign(4)
+    with pytest.warns(UserWarning, match="Received: 1 such"):
         local.before_look()
     local.before_look()
 
@@ -446,7 +446,7 @@ def test_rounds_begin_from_weights_within_their_constraints(monkeypatch):
         (local,) = local_updates_in([optimizer])
         for first in (-0.25, -0.25, *[0.1 + 0.1 * replicas.replica_id] * 2):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.0])], [weight])
-        return [keras.ops.convert_to_numpy(each) for each in (weight, *local.anchors)]
+        return [keras.ops.convert_to_numpy(each) for each in (weight, *local.references)]
 
     for found in np.reshape(world.run(work), (4, 2)):
         np.testing.assert_allclose(found, [0.75 - 2 * 0.3, 0.0], atol=1e-6)
@@ -485,7 +485,7 @@ def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypat
         for first in (1.0, 1.0, 1.0, np.nan if replicas.replica_id else 1.0):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.001])], [weight])
             found.append(np.array(keras.ops.convert_to_numpy(residual)))
-        return found[1], found[3], int(local.left_out)
+        return found[1], found[3], int(local.num_skipped_syncs)
 
     for before, after, left_out in world.run(work):
         assert left_out == 1 and np.any(before)
@@ -505,7 +505,7 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
         for _ in range(2):
             optimizer.apply([keras.ops.ones((1,))], [weight])
 
-    with pytest.raises(ValueError, match="equally many updates"):
+    with pytest.raises(ValueError, match="same number of updates"):
         world.run(work)
 
 
@@ -522,7 +522,7 @@ def test_numbers_of_updates_are_compared_among_thousands_of_replicas(behind):
             return [keras.ops.convert_to_tensor(np.sum([*others, *tensors], axis=0, dtype="int32"))]
 
     stage = local_updates_in([ks.CrossShard("sgd", sync_every=2)])[0]
-    with pytest.raises(ValueError, match="equally many") if behind else contextlib.nullcontext():
+    with pytest.raises(ValueError, match="same number") if behind else contextlib.nullcontext():
         stage._check_counts(Many(), 8191)
 
 

@@ -32,7 +32,7 @@ def test_updates_and_logs_are_those_of_one_process(world, case):
 EXPLAINED = {
     "uneven": "a batch of 4 rows, .* leave out the rows of a smaller last batch",
     "other rows": "a batch of 6 rows, .*with 4 states in layer 'simple_rnn.*Give `keras.Input",
-    "parts": "Received: layer 'simple_rnn.* with `stateful=True`. Leave `VirtualReplicas` out",
+    "parts": "Received: layer 'simple_rnn.* with `stateful=True`. Remove `VirtualReplicas`",
 }
 
 

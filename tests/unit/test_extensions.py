@@ -18,7 +18,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 WORDS = {
     "coding": r"coding|coded|codecs?|residuals?|PowerSGD|powersgd|Int[48]|int4",
     "equal_bits": r"VirtualReplicas?|virtual_replicas|equal_bits|SumOfParts|Subtrees|PartsStep",
-    "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|sync_\w+|outer_optimizer|anchors?",
+    "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|sync_\w+|outer_optimizer|last_syncs",
     "noise": r"GradientNoise|gradient_noise\w*|NoiseAverages|noise_scale",
 }
 ALLOWED = {"__init__.py", "launch/output.py"}  # the public names; Python's own `codecs`

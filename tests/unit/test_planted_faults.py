@@ -461,14 +461,14 @@ FAULTS = [
     # Replicas that train apart.
     fault(
         "extensions/local_sgd/stage.py",
-        "anchor.assign(anchor - mean)",
-        "anchor.assign(anchor + mean)",
+        "reference.assign(reference - mean)",
+        "reference.assign(reference + mean)",
         f"{ROUNDS}::test_rounds_may_become_longer",
     ),
     fault(
         "extensions/local_sgd/stage.py",
-        "self.outers[number].update_inner(list(moved), anchors)",
-        "self.outers[number].update_inner([-mean for mean in moved], anchors)",
+        "self.outers[number].update_inner(list(moved), references)",
+        "self.outers[number].update_inner([-mean for mean in moved], references)",
         f"{ROUNDS}::test_weights_are_those_of_replicas_in_numpy",
     ),
     fault(
@@ -485,13 +485,13 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/stage.py",
-        "runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])",
-        "self._move(number, anchors, moved)",
+        "runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])",
+        "self._move(number, references, moved)",
         f"{ROUNDS}::test_a_round_that_is_not_finite_is_left_out",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
-        "variables += self._stage.statistics_apart()",
+        "extensions/local_sgd/replica_values.py",
+        "variables += self._stage.unsynced_statistics()",
         "pass",
         f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
     ),
@@ -512,8 +512,8 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/stage.py",
-        "self._set_weight(i, weights[i], anchor)",
-        "runtime.cond(is_finite, lambda _: self._set_weight(i, weights[i], anchor), [], [weights[i]])",
+        "self._set_weight(i, weights[i], reference)",
+        "runtime.cond(is_finite, lambda _: self._set_weight(i, weights[i], reference), [], [weights[i]])",
         f"{ROUNDS}::test_a_round_that_is_not_finite_is_left_out",
         backend="jax",
     ),
@@ -604,14 +604,14 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
+        "extensions/local_sgd/replica_values.py",
         "means += [largest(np.stack(copies)) for copies in own[len(own) - len(counters) :]]",
         "means += [copies[0] for copies in own[len(own) - len(counters) :]]",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         backend="tensorflow",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
+        "extensions/local_sgd/replica_values.py",
         "largest(array) if is_count else array[0]",
         "array[0]",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
@@ -619,20 +619,20 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/jax.py",
-        "is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])",
-        "is_round = count != inside[place[id(local.count)]]",
+        "is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])",
+        "is_sync = count != inside[place[id(local.count)]]",
         f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
         backend="jax",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
+        "extensions/local_sgd/replica_values.py",
         "for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)",
         "for (v, *_), is_left in zip(shown, left))",
         f"{ROUNDS}::test_statistics_that_somebody_has_set_begin_no_round",
         backend="tensorflow",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
+        "extensions/local_sgd/replica_values.py",
         "if not is_stale and not is_known:",
         "if not is_stale and (not is_known or chosen):",
         f"{ROUNDS}::test_statistics_that_somebody_has_set_begin_no_round",
@@ -662,7 +662,7 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/jax.py",
-        "jax.lax.cond(is_round, joined, lambda values: values, statistics)",
+        "jax.lax.cond(is_sync, joined, lambda values: values, statistics)",
         "statistics",
         f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
         backend="jax",
@@ -1101,7 +1101,7 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/stage.py",
-        "            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))\n",
+        "            reference.assign(ops.cast(ops.convert_to_tensor(weight), reference.dtype))\n",
         "            pass\n",
         f"{ROUNDS}::test_rounds_begin_from_weights_within_their_constraints",
     ),
@@ -1176,7 +1176,7 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(
-        "extensions/local_sgd/apart.py",
+        "extensions/local_sgd/replica_values.py",
         "        elif begins_epoch:",
         "        elif False:",
         f"{ROUNDS}::test_rounds_begin_from_weights_that_were_set_between_epochs_where_all_replicas_are_equal",

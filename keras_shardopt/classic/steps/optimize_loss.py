@@ -248,8 +248,6 @@ class TrainingStep:
         return (self._num_calls + 1) % self._iter_size == 0
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
-        """Compute one micro-batch on a replica."""
-
         def scaled() -> tuple[Tensor, Tensor]:
             with updating_with(self.optimizer):  # the model may be compiled with another optimizer
                 value = loss_of_batch()

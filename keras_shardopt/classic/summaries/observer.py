@@ -110,8 +110,6 @@ class Observer:
             made, _ = STAGES[name]
             return watch(found[0], made(), f'summaries=["{name}"]', add_variable)
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
     def _new_values(self, clips: bool) -> dict[str, list[Variable]]:
         names, updated = self._names, self._updated
         values = {"update": [_new_variable((), "int32")]}
@@ -139,8 +137,6 @@ class Observer:
     def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
         """Return the variables that belong to the state of this wrapper."""
         return self._all_variables() if wrapper is self._observed[-1] else []
-
-    # -- hooks ---------------------------------------------------------------------------------------------------
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """See `Observer`."""
@@ -226,8 +222,6 @@ class Observer:
         nan = ops.full((), float("nan"), "float32")
         values = [measure(found[id(v)], v) if id(v) in found else nan for v in self._trainable_of(variables)]
         return ops.stack([ops.cast(value, "float32") for value in values])
-
-    # -- results -------------------------------------------------------------------------------------------------
 
     def values(self) -> tuple[int, dict[str, Any]]:
         """See `Recorder.values`."""

@@ -1,9 +1,9 @@
 """Gradient codecs, and the reductions that use them.
 
-A reduction of coded gradients has two legs. First, an all-to-all sends each replica its coded part of all gradients,
-and it sums them in float32. Second, an all-gather sends each coded sum to all replicas. So the bytes per replica do not
-grow with the number of replicas, and all replicas decode the same bytes. The rounding errors of both legs return to the
-caller and are added to the next gradients: *error feedback* (Seide et al. 2014; Karimireddy et al. 2019).
+A reduction of coded gradients has two legs (phases). First, an all-to-all sends each replica a coded slice of all
+gradients, and the replica sums it in float32. Second, an all-gather sends the coded sums to all replicas. The bytes per
+replica therefore do not grow with the number of replicas, and all replicas decode the same bytes. The rounding errors
+of both legs are added to the next gradients: *error feedback* (Seide et al. 2014; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Compression(Configured):
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the initial factor of this trainable variable, equal on all replicas; None if it keeps none."""
+        """Return the initial factor of a trainable variable, equal on all replicas, or None for no factor."""
         del variable, position
         return None
 
@@ -96,7 +96,7 @@ class Compression(Configured):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Run `legs` with the collectives of `comm`, one after the other."""
+        """Run `legs` with the collectives of `comm`, one after another."""
         legs = self.legs(tensors, along, comm.num_replicas, comm.replica_id, update, factors)
         found: Any = None
         while True:
@@ -145,11 +145,11 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # Add the error of this replica's second leg to that of its part in the first.
+        # A replica adds the error of its coded sum (second leg) to the error of its own slice (first leg).
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []
-        return Reduced(parted(result, tensors), sums, parted(ops.reshape(unsent, (-1,)), tensors), [])
+        return Reduced(split(result, tensors), sums, split(ops.reshape(unsent, (-1,)), tensors), [])
 
 
 class _Half(CodedInTwoLegs):
@@ -349,7 +349,7 @@ class PowerSGD(Compression):
 
     Args:
         rank: int >= 1, 4 by default. Number of columns of $P$ and $Q$.
-        warmup_steps: int >= 0, 1000 by default. Number of initial updates that send all whole. Must be 0 on TensorFlow.
+        warmup_steps: int >= 0, 1000 by default. Number of initial uncompressed updates. Must be 0 on TensorFlow.
         seed: int >= 0, 0 by default. Seed of the first $Q$.
         error_feedback: bool, True by default: each replica adds its approximation errors to its next gradients.
 
@@ -448,7 +448,7 @@ def get(identifier: Any) -> Compression | None:
         identifier: None, a `Compression`, or "float16", "bfloat16", "int8", "int4" or "powersgd".
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if `identifier` is invalid.
 
     Example:
         >>> import keras_shardopt as ks
@@ -473,7 +473,7 @@ def joined(tensors: Sequence[Tensor], unit: int) -> Tensor:
     return ops.concatenate([*flat, ops.zeros((missing,), "float32")] if missing or not flat else flat)
 
 
-def parted(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Split a vector into the shapes of these tensors: the reverse of `joined`."""
     parts, start = [], 0
     for tensor in tensors:
@@ -486,7 +486,7 @@ def parted(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def random_numbers(count: int, key: Sequence[Any]) -> Tensor:
     """Return `count` numbers in [0, 1), hashes of their positions and of the ints of `key`, equal on all backends.
 
-    Keras' random numbers differ between backends, and do not accept a tensor as a seed.
+    Keras' random numbers differ between backends, and their seed cannot be a tensor.
     """
     seed = ops.zeros((), "int32")
     for part in key:

@@ -1,8 +1,8 @@
-"""Buckets of coded gradients, sent during the backward pass in several collectives each.
+"""Buckets of coded gradients, reduced during the backward pass. Each bucket needs several collectives.
 
-One bucket is in flight while the next one fills. When that is full, the second collective of the bucket in flight
-starts, then the first one of the full bucket. All remaining collectives start after the backward pass. So all ranks
-start the same collectives in the same order, independently of their timing.
+One bucket is in flight while the next one fills. When the next one is full, the second collective of the bucket in
+flight starts, then the first one of the full bucket. All remaining collectives start after the backward pass. All ranks
+therefore start the same collectives in the same order, whatever their timing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """Description of an encoding error that leaves other ranks waiting; empty without one."""
+        """Description of an encoding error, or "". The other ranks wait for this rank."""
         self.transfer: Any = None
         """The `Coded` transfer of this step: its `legs_of(places, grads, along, op)` yields collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
@@ -57,10 +57,10 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._come: Callable[[], list[Tensor]] | None = None  # holds no collective, or connections stay open
+        self._receive: Callable[[], list[Tensor]] | None = None  # must not hold the work (open connections)
 
     def open(self) -> None:
-        """Do nothing: this bucket has no buffer."""
+        """Do nothing. This bucket has no buffer."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
         """Store this variable's gradient. With None, its residual waits for a later step."""
@@ -74,53 +74,53 @@ class CodedBucket:
         self.sent = []
         along = [self.flags] if self.flags.numel() else []
         self._legs = self.transfer.legs_of(self.places, grads, along, self._op)
-        self._code(None)
+        self._advance(None)
 
     def send(self) -> Any:
         """Start the next collective, and return its pending work."""
         assert self._next is not None
         (kind, tensors), self._next = self._next, None
         self.sent.append((kind, tensors))
-        work, self._come = self._ranks.begin(kind, tensors)
+        work, self._receive = self._ranks.begin(kind, tensors)
         return work
 
     def receive(self, adds: bool = False) -> None:
-        """Start the next collective after the previous one has finished."""
+        """Start the next collective after the last one has finished."""
         del adds
-        self._go_on()
+        self._start_next()
 
     def finish(self) -> None:
         """Run the remaining collectives, and fill `results` and `flags`."""
-        while self._come is not None:
+        while self._receive is not None:
             with explaining_failures(self._under_way, CALL):
                 wait_for(self._under_way[self._number])
-            self._go_on()
+            self._start_next()
 
     def release(self) -> None:
         """Free the tensors of the last reduction."""
         self.sent, self.results, self._grads = [], {}, {}
-        self.transfer = self._legs = self._next = self._come = None
+        self.transfer = self._legs = self._next = self._receive = None
 
-    def _go_on(self) -> None:
-        assert self._come is not None
-        self._code(self._come())
+    def _start_next(self) -> None:
+        assert self._receive is not None
+        self._advance(self._receive())
         if self._next is not None:
             with explaining_failures(self._under_way, CALL):
                 self._under_way[self._number] = self.send()
 
-    def _code(self, come: Any) -> None:
+    def _advance(self, received: Any) -> None:
         """Compute the tensors of the next collective, or the results, from the result of the last one."""
         assert self._legs is not None
         try:
-            self._next = self._legs.send(come)
+            self._next = self._legs.send(received)
         except StopIteration as end:
-            self._legs = self._come = None
+            self._legs = self._receive = None
             self.results = dict(zip(self.places, end.value))
             for total in end.value[len(self.places) :]:
                 self.flags.copy_(total)
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            self.failure = f"coding them has failed on this rank, so that others wait for them ({words})"
+            self.failure = f"encoding them failed on this rank, and other ranks wait for them ({words})"
             raise
 
     def own_not_finite(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The transport of coded gradients: its state between updates (`CodedTransport`), and one reduction (`Coded`)."""
+"""The transport of coded gradients: `CodedTransport` stores state between updates, `Coded` is a reduction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.extensions.coding.codecs import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, parted
+from keras_shardopt.extensions.coding.codecs import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, split
 from keras_shardopt.numerics import Optimizer, ReduceOp, Tensor, Variable, cast, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import largest_of_all
@@ -136,8 +136,8 @@ class CodedTransport(Transport):
     def _check(self) -> None:
         if isinstance(self.codec, PowerSGD) and self.codec.warmup_steps and _strategies is not None:
             raise ValueError(
-                "`PowerSGD` on TensorFlow must have `warmup_steps=0`: replicas of a strategy cannot decide within a "
-                f"step what they send. Received: compression={self.codec!r}. Use `PowerSGD(warmup_steps=0)`, "
+                "`PowerSGD` on TensorFlow must have `warmup_steps=0`, because collectives cannot change inside a "
+                f"compiled step. Received: compression={self.codec!r}. Use `PowerSGD(warmup_steps=0)`, "
                 "perhaps after some epochs of training without compression."
             )
 
@@ -180,10 +180,10 @@ class Coded(Transfer):
         """See `Transfer.all_reduce`."""
         if not places:
             return super().all_reduce(places, tensors, along, op)
-        mine, factors = self._given(places, tensors)
+        mine, factors = self._inputs(places, tensors)
         more = [] if along is None else [along]
         reduced = self.codec.reduce(mine, more, self.comm, self._update(), factors)
-        sums = self._results(self._taken(places, factors, reduced), [*tensors, *more], op)
+        sums = self._results(self._collect(places, factors, reduced), [*tensors, *more], op)
         return sums[: len(places)], None if along is None else sums[-1]
 
     def legs_of(
@@ -197,19 +197,19 @@ class Coded(Transfer):
             along: tensors to sum uncoded.
             op: "sum" or "mean".
         """
-        lacking = {place for place, tensor in zip(places, tensors) if tensor is None}
-        self._waits = (self._waits - set(places)) | lacking
+        missing = {place for place, tensor in zip(places, tensors) if tensor is None}
+        self._waits = (self._waits - set(places)) | missing
         shapes = [self._variables[place].shape for place in places]
         filled = [ops.zeros(shape, "float32") if t is None else t for t, shape in zip(tensors, shapes)]
-        mine, factors = self._given(places, filled)
+        mine, factors = self._inputs(places, filled)
         size, me = self.comm.num_replicas, self.comm.replica_id
         reduced = yield from self.codec.legs(mine, list(along), size, me, self._update(), factors)
-        sums = self._taken(places, factors, reduced)
+        sums = self._collect(places, factors, reduced)
         count = len(places)
         like = [self._variables[place] for place in places]
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
-    def _given(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors to code (gradients plus residuals), and the initial factors."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
@@ -218,7 +218,7 @@ class Coded(Transfer):
     def _update(self) -> Tensor:
         return ops.convert_to_tensor(self._context.updates)
 
-    def _taken(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
+    def _collect(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
         """Return the sums of gradients and of uncoded tensors. Store errors, factors and finiteness for `left`."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
@@ -243,7 +243,7 @@ class Coded(Transfer):
         total = ops.sum(ops.reshape(codec.decode(self.comm.all_to_all(sent)), (size, -1)), axis=0)
         unsent = ops.reshape(flat - codec.decode(sent), (size, -1))
         for r, (each, row) in enumerate(zip(slices, filled)):
-            for (i, start, _), left in zip(each, parted(unsent[r], row)):
+            for (i, start, _), left in zip(each, split(unsent[r], row)):
                 self._pieces.setdefault(i, []).append((start, left))
         # A replica has only its slices of the sum, so each checks its whole gradient.
         is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
@@ -305,7 +305,7 @@ def _warn_of_adam(optimizer: Optimizer) -> None:
     found = [leaf for leaf in base_optimizers(optimizer) if isinstance(leaf, kinds)]
     if found:
         warn(
-            "`PowerSGD` is made for SGD with momentum: optimizers that divide by a root of squared gradients learn "
-            f"worse from gradients of low rank. Received: {type(found[0]).__name__}. "
+            "`PowerSGD` is made for SGD with momentum. Optimizers that divide by the root of squared gradients reach a "
+            f"higher loss with low-rank gradients. Received: {type(found[0]).__name__}. "
             'Use `compression="int8"`, or `keras.optimizers.SGD(momentum=0.9)`.',
         )

@@ -1,6 +1,6 @@
-"""Batches in a fixed number of parts: bitwise identical results on any number of replicas."""
+"""`VirtualReplicas`: batches in a fixed number of parts, for bitwise identical results on any number of replicas."""
 
-from keras_shardopt.extensions.equal_bits.num_parts import are_cut
+from keras_shardopt.extensions.equal_bits.num_parts import has_virtual_replicas
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas
 from keras_shardopt.update.options import register_settings
 from keras_shardopt.update.plugs import register_step
@@ -8,4 +8,4 @@ from keras_shardopt.update.plugs import register_step
 __all__ = ["VirtualReplicas"]
 
 register_settings(VirtualReplicas)
-register_step(are_cut, __name__, "PartsStep")
+register_step(has_virtual_replicas, __name__, "PartsStep")

@@ -4,15 +4,14 @@ XLA fuses operations with their surroundings, so equal operations round differen
 each replica computes its parts in a loop. The loop body has equal shapes for any number of replicas and is compiled
 separately. Changes of moving statistics are summed in the same binary tree as gradients.
 
-For several devices, XLA runs one more pass: after partitioning it removes duplicate computations (CSE). The next
-simplification depends on the number of uses of a value. A softmax and its gradient divide by one sum: a division if
-they share its broadcast, otherwise a product with 1/sum. So these steps are compiled without that pass
-(`compiled_alike`), and results on one device are bitwise identical to results on several.
+For several devices, XLA removes duplicate computations (CSE) after partitioning, and later simplifications depend on
+the number of uses of a value. For example, a softmax and its gradient then divide by one sum, or multiply by 1/sum. So
+these steps are compiled without CSE (`compiled_identically`).
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
     `Model._update_metrics_variables` - the second half of the trainer's step.
-    `keras.src.backend.common.masking.get_keras_mask` - the mask that goes with a tensor.
+    `keras.src.backend.common.masking.get_keras_mask` - the mask of a tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from keras_shardopt.update.trainer_context import batch_shared, row_share
 
 
 @contextlib.contextmanager
-def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
+def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
     """Make XLA compile Keras' steps in the same way for one device and several.
 
     Raises:
@@ -66,7 +65,7 @@ def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
         raise ValueError(
             "`VirtualReplicas` needs steps that JAX compiles as a whole. "
-            f"Received: {received}, VirtualReplicas({num_parts}). Leave one of them out."
+            f"Received: {received}, VirtualReplicas({num_parts}). Remove one of them."
         )
     options = {"xla_disable_hlo_passes": _passes_left_out()}
     with making_steps(lambda jit: functools.partial(jit, compiler_options=options)):
@@ -75,8 +74,8 @@ def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
 
 def _passes_left_out() -> str:
     """Return the XLA passes to disable: CSE, and those of `XLA_FLAGS`, because the option replaces that flag."""
-    theirs = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    return ",".join([*theirs[-1:], "cse"])
+    flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return ",".join([*flags[-1:], "cse"])
 
 
 def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
@@ -86,7 +85,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
         The gradients of all parts together, their `found_inf` and notes; the loss of the whole batch; the predictions
         of all rows; and the values of the non-trainable and the metric variables.
     """
-    cut = _Cut(model, distribution, data, num_parts)
+    parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
     variables = model.trainable_variables
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
@@ -95,31 +94,31 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
-        replicas = MappedAxis(cut.axis)
+        replicas = MappedAxis(parts.axis)
         # Traced, not constant: otherwise XLA would unroll a short loop and fuse its iterations.
-        num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, cut.each, 0)
+        num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, parts.each, 0)
         arguments = {"training": True, "optimizer_variables": optimizer_state}
-        counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
+        counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted)
-            with cut.shared(part, num_rows):
-                (_, (loss, y_pred, *changed)), grads = step(weights, *cut.starts(index, kept), *own, **arguments)
+            with parts.shared(part, num_rows):
+                (_, (loss, y_pred, *changed)), grads = step(weights, *parts.starts(index, kept), *own, **arguments)
                 with _own_gradients(model.optimizer, optimizer_state) as scale:
                     local_step = Step(grads, variables, row_share=row_share(), loss_scale=scale)
                     grads, found = stage.of_part(local_step, part)
-            sums, last = cut.ends(index, num_rows, kept, changed)
+            sums, last = parts.ends(index, num_rows, kept, changed)
             return [*grads, loss, *sums], found, last, y_pred
 
-        totals, found, last, y_pred = cut.over_parts(of_part, replicas, data, num_rounds)
+        totals, found, last, y_pred = parts.over_parts(of_part, replicas, data, num_rounds)
         grads, (loss, *sums) = totals[: len(variables)], totals[len(variables) :]
         with _own_gradients(model.optimizer, optimizer_state) as scale:
             reduced = stage.reduced(Step(grads, variables, loss_scale=scale, found_inf=found), replicas)
-        grads = _by_itself(reduced.grads, num_rounds), reduced.found_inf, dict(reduced.notes)
-        return grads, y_pred, cut.joined(replicas, kept, loss, sums, last)
+        grads = _not_fused(reduced.grads, num_rounds), reduced.found_inf, dict(reduced.notes)
+        return grads, y_pred, parts.joined(replicas, kept, loss, sums, last)
 
-    grads, y_pred, (loss, *kept) = cut.run(
+    grads, y_pred, (loss, *kept) = parts.run(
         local, (weights, [*others, *metrics], optimizer_state), data, (True, False, True)
     )
     return grads, loss, y_pred, kept[: len(others)], kept[len(others) :]
@@ -127,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """Let stages read the optimizer's state and assign nothing. Yield the factor of the loss."""
+    """Provide the optimizer's state to stages, without assignments. Yield the factor of the loss."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -140,34 +139,34 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
     Returns:
         The results of `in_parts` without gradients. The predictions come with their masks.
     """
-    cut = _Cut(model, distribution, data, num_parts)
+    parts = _Parts(model, distribution, data, num_parts)
     weights, others, metrics = state
     is_count = [v is mean_losses(model)[0].count for v in model.metrics_variables].index(True)
     arguments = {"training": False}
 
     def local(weights: Any, kept: Any, data: Any) -> Any:
-        replicas = MappedAxis(cut.axis)
-        num_rounds = jax.numpy.where(kept[len(others) + is_count] >= 0, cut.each, 0)
-        counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
+        replicas = MappedAxis(parts.axis)
+        num_rounds = jax.numpy.where(kept[len(others) + is_count] >= 0, parts.each, 0)
+        counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            with cut.shared(VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
+            with parts.shared(VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
                 _, (loss, y_pred, *changed) = model.compute_loss_and_updates(
-                    weights, *cut.starts(index, kept), *own, **arguments
+                    weights, *parts.starts(index, kept), *own, **arguments
                 )
-            sums, last = cut.ends(index, num_rows, kept, changed)
+            sums, last = parts.ends(index, num_rows, kept, changed)
             masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # metrics use them
             return [loss, *sums], None, last, (y_pred, masks)
 
-        (loss, *sums), _, last, outputs = cut.over_parts(of_part, replicas, data, num_rounds)
-        return outputs, cut.joined(replicas, kept, loss, sums, last)
+        (loss, *sums), _, last, outputs = parts.over_parts(of_part, replicas, data, num_rounds)
+        return outputs, parts.joined(replicas, kept, loss, sums, last)
 
-    outputs, (loss, *kept) = cut.run(local, (weights, [*others, *metrics]), data, (False, True))
+    outputs, (loss, *kept) = parts.run(local, (weights, [*others, *metrics]), data, (False, True))
     return loss, outputs, kept[: len(others)], kept[len(others) :]
 
 
-class _Cut:
-    """A batch in parts, and rules that combine the variables (of metrics and layers) that the parts change.
+class _Parts:
+    """Divides a batch into parts, and combines the variables (of metrics and layers) that the parts change.
 
     Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
     add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
@@ -207,11 +206,11 @@ class _Cut:
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
         """Return the initial values of a part's non-trainable and metric variables."""
-        begun = [
+        started = [
             value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
             for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
         ]
-        return begun[: self._num_others], begun[self._num_others :]
+        return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
         """Return a part's addends for counts and statistics, and its final values (None: unchanged variable)."""
@@ -223,7 +222,6 @@ class _Cut:
             elif self._is_moving[i] and new is not old:
                 sums.append(new - old if num_rows else jax.numpy.zeros_like(new))
         last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
-        # For example, frozen weights are unchanged.
         return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
 
     def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
@@ -293,8 +291,7 @@ class _Cut:
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
         )
-        # At least two levels and two parts: a single part is loop-invariant, and XLA would move computations that
-        # depend only on it out of the loop.
+        # At least two levels and two parts: XLA would move computations of a single part out of the loop.
         num_levels = max(2, each.bit_length())
         if each == 1:
             data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
@@ -331,8 +328,8 @@ class _Cut:
         ]
 
 
-def _by_itself(values: Any, num_rounds: Tensor) -> Any:
-    """Return the values through a loop of one iteration (unknown to XLA), so XLA cannot fuse them with later code.
+def _not_fused(values: Any, num_rounds: Tensor) -> Any:
+    """Pass values through a loop of one iteration, with a traced count, so XLA cannot fuse them with later code.
 
     Their reduction depends on the number of devices, and XLA would round a norm fused with it differently.
     """
@@ -357,7 +354,7 @@ class PartsStep(TrainStep):
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """See `TrainStep.compiler_options`."""
-        return compiled_alike(self.model, self._num_parts)
+        return compiled_identically(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
         """Return True, also on one device."""

@@ -12,39 +12,39 @@ from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.stateful import stateful_layers
 
 
-def are_cut(reducers: Iterable[Any]) -> bool:
-    """Whether one of these optimizers cuts batches into parts."""
-    return any(map(_numbers_of, reducers))
+def has_virtual_replicas(reducers: Iterable[Any]) -> bool:
+    """Whether one of these optimizers divides batches into parts."""
+    return any(map(_nums_parts, reducers))
 
 
-def _numbers_of(reducer: Any) -> list[int]:
+def _nums_parts(reducer: Any) -> list[int]:
     return [each.number for each in reducer.extensions if isinstance(each, VirtualReplicas)]
 
 
 def num_parts_of(model: Any) -> int:
-    """Return the number of parts of a prepared model's batches. One of its `CrossShard`s must have `VirtualReplicas`.
+    """Return the number of parts of a batch for a prepared model with `VirtualReplicas`.
 
     Raises:
-        ValueError: if the parts of a batch cannot be computed one after another.
+        ValueError: if the model does not support parts.
     """
     reducers = reducers_in(model)
-    numbers = [number for reducer in reducers for number in _numbers_of(reducer)]
+    nums_parts = [number for reducer in reducers for number in _nums_parts(reducer)]
     if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
         raise ValueError(
-            "`VirtualReplicas` needs a model with one optimizer: each updates after the last part of a batch, so that "
-            "the parts of one rank would see another's updates late. "
-            f"Received: {len(optimizers_in_step(model))} optimizers. Leave `VirtualReplicas` out."
+            "`VirtualReplicas` supports one optimizer per model. With several, the parts of a batch would depend on "
+            "each other's updates. "
+            f"Received: {len(optimizers_in_step(model))} optimizers. Remove `VirtualReplicas`."
         )
     if synchronized_statistics(model):
         raise ValueError(
-            "`VirtualReplicas` works on the parts of a batch one after another, and a synchronized "
-            "`BatchNormalization` needs them all together. Received: both. Leave `synchronized=True` out, or "
+            "`VirtualReplicas` computes the parts of a batch one after another, but a synchronized "
+            "`BatchNormalization` needs all parts at once. Received: both. Remove `synchronized=True` or "
             "`VirtualReplicas`."
         )
     stateful = stateful_layers(model)
     if stateful:
         raise ValueError(
-            "With `VirtualReplicas` each part of a batch starts from the same state, and a stateful layer has a state "
-            f"for each row. Received: layer {stateful[0].name!r} with `stateful=True`. Leave `VirtualReplicas` out."
+            "With `VirtualReplicas` each part of a batch starts from the same state, but a stateful layer has a state "
+            f"per row. Received: layer {stateful[0].name!r} with `stateful=True`. Remove `VirtualReplicas`."
         )
-    return numbers[0]
+    return nums_parts[0]

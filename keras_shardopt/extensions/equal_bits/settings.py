@@ -1,4 +1,4 @@
-"""The argument of bitwise equal results on any number of replicas."""
+"""The `VirtualReplicas` extension and its argument."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class VirtualReplicas(Extension):
-    """Bitwise equal results on any number of replicas that divides `number`.
+    """Makes results bitwise identical on any number of replicas that divides `number`. See [docs](../randomness.md).
 
     Args:
-        number: a power of two. Each batch is cut into this number of parts, whose gradients are added up in one fixed
-            order. See [equal bits](../randomness.md).
+        number: int, a power of two. Number of parts per batch. The parts' gradients are summed in a fixed order.
 
     Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is not a power of two.
+        TypeError: if `number` is not an int.
+        ValueError: if `number` is not a power of two.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -45,7 +44,7 @@ class VirtualReplicas(Extension):
         self.number = check.integer("number", number, fix="It is the number of parts of each batch.")
         if self.number & (self.number - 1):
             raise ValueError(
-                "`number` must be a power of two, as the parts are added up in a binary tree. "
+                "`number` must be a power of two, because the parts are summed in a binary tree. "
                 f"Received: number={number!r}. Use for example `VirtualReplicas({2 ** self.number.bit_length()})`."
             )
 
@@ -60,22 +59,22 @@ class VirtualReplicas(Extension):
 
     def check(self, options: CrossShardOptions) -> None:
         """See `Extension.check`."""
-        seeing = [stage for stage in options.stages if stage.needs_local_gradients]
+        local_stages = [stage for stage in options.stages if stage.needs_local_gradients]
         accumulates = (options.gradient_accumulation_steps or 1) > 1
         others = {
             "group_assignment": options.group_assignment is not None,
             "compression": options.compression is not None,
             "gradients": options.gradients not in ("auto", "local"),
-            "stages": bool(seeing),
+            "stages": bool(local_stages),
             "gradient_accumulation_steps": accumulates and options.looks_at_own_gradients,
         }
         for name, is_given in others.items():
             if is_given:
-                value = seeing if name == "stages" else getattr(options, name)
+                value = local_stages if name == "stages" else getattr(options, name)
                 why = "" if name != "gradient_accumulation_steps" else " with `replica_clipnorm` or a transform"
                 raise ValueError(
-                    "`VirtualReplicas` adds up the gradients of the parts of each batch by itself. "
-                    f"Received: {self!r} and {name}={value!r}{why}. Leave one of them out."
+                    f"`VirtualReplicas` sums gradients in its own order, and does not support `{name}`{why}. "
+                    f"Received: {self!r} and {name}={value!r}. Remove one of them."
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
@@ -84,8 +83,8 @@ class VirtualReplicas(Extension):
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_adds_up_slices", False):
                     raise ValueError(
-                        "`VirtualReplicas` adds up in one order on any number of replicas, and where `shard_state` "
-                        "divides state into slices, a norm over all gradients is added up slice by slice. "
-                        f"Received: {inside!r}, with {self!r}, shard_state=True. Leave one of the three out."
+                        "With `shard_state`, a norm over all gradients is summed slice by slice, so it depends on the "
+                        f"number of replicas. `VirtualReplicas` does not support this. Received: {inside!r}, with "
+                        f"{self!r}, shard_state=True. Remove one of the three."
                     )
         return [SumOfParts(self.number, context)]

@@ -1,18 +1,17 @@
 """Bitwise identical results on any number of replicas (`VirtualReplicas`): batches in parts, summed in a fixed order.
 
-The number of replicas changes the rounding of a gradient in two ways. The order in which kernels sum rows depends on
-the number of rows, and the order in which an all-reduce sums replicas depends on their number. So every batch is cut
-into `VirtualReplicas` parts, regardless of the number of replicas. A replica computes its parts one after another,
-each with equal shapes, and all parts are summed in one fixed binary tree. A replica sums its subtree locally. Then an
-all-to-all gives each replica a slice of all sums, and an all-gather returns the totals of the slices (`Tree`). That
-sends the same number of bytes as a ring.
+The number of replicas changes the rounding of a gradient in two ways: kernels sum a different number of rows, and the
+all-reduce sums a different number of replicas. Therefore every batch is divided into a fixed number of parts. A replica
+computes its parts one after another, each with equal shapes, and sums their gradients in its subtree of a fixed binary
+tree. Then an all-to-all gives each replica a slice of all subtrees' sums, and an all-gather returns the totals of the
+slices (`Tree`). This sends the same number of bytes as a ring.
 
-The alternative is an exact sum of integers with a shared exponent, independent of the order. But a tree rounds like
-other floating-point sums, propagates NaN and infinity, keeps the range of the dtype, and needs no reduction for the
-exponents first. In return, the numbers of parts and of replicas must be powers of two.
+An exact sum of integers with a shared exponent would also be independent of the order. But a tree propagates NaN and
+infinity, keeps the range of the dtype, and needs no reduction of exponents first. In return, the numbers of parts and
+of replicas must be powers of two.
 
-A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. For all other
-code, parts are micro-batches, and the last one brings the reduced gradients of all parts.
+A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. For other
+code, parts are micro-batches, and the last part has the reduced gradients of all parts.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
 
 _SMALL = 2**14
-"""Up to this number of elements, every replica gathers all sums and adds them: one exchange instead of two."""
+"""Up to this number of elements, each replica gathers all sums: one collective instead of two."""
 
 
-# Replicas that are devices of one process: it sums their gradients without exchanging flat tensors.
+# TensorFlow's replicas are devices of one process, which sums their gradients without flat tensors.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
-class _OfVirtualReplicas:
+class _NoExchange:
     def _refuse(self) -> NoReturn:
         raise NotCountedError(
-            "`VirtualReplicas` works on the parts of a batch one after another, so that none can wait for numbers of "
-            "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
-            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
-            "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
-            '`reduction="sum"`, or leave `VirtualReplicas` out.'
+            "`VirtualReplicas` computes the parts of a batch one after another, so a part cannot use values of other "
+            "parts. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
+            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a custom loss. '
+            "Use the built-in `train_step`, sample weights instead of the mask, a Keras loss or "
+            '`reduction="sum"`, or remove `VirtualReplicas`.'
         )
 
 
-class VirtualReplica(_OfVirtualReplicas, PartOfBatch):
+class VirtualReplica(_NoExchange, PartOfBatch):
     """A part of a batch, as the communicator of its losses and stages."""
 
 
-class CountingReplica(_OfVirtualReplicas, CountingPart):
+class CountingReplica(_NoExchange, CountingPart):
     """A part of a batch in the counting pass: it collects the counts that losses divide by."""
 
 
@@ -70,7 +69,7 @@ def current_part() -> PartOfBatch | None:
     return part if isinstance(part, PartOfBatch) else None
 
 
-def own_parts(num_parts: int, replicas: Communicator) -> range:
+def parts_of_replica(num_parts: int, replicas: Communicator) -> range:
     """Return the indices of this replica's parts of every batch."""
     number = parts_of_each(num_parts, replicas.num_replicas)
     return range(replicas.replica_id * number, (replicas.replica_id + 1) * number)
@@ -84,18 +83,15 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
     """
     if num_parts % num_replicas:
         raise ValueError(
-            "`VirtualReplicas` must be a multiple of the number of replicas, so that each works on as many parts. "
-            f"Received: VirtualReplicas({num_parts}), with {num_replicas} replicas. Start 1, 2, 4, ... or {num_parts} "
-            "of them, or leave `VirtualReplicas` out."
+            "The number of `VirtualReplicas` must be a multiple of the number of replicas. "
+            f"Received: VirtualReplicas({num_parts}), with {num_replicas} replicas. Use 1, 2, 4, ... or {num_parts} "
+            "replicas, or remove `VirtualReplicas`."
         )
     return num_parts // num_replicas
 
 
 class Subtrees:
-    """The sum of one replica's parts, added in their order as nodes of the binary tree over all parts.
-
-    It holds one partial sum per 1 in the binary form of the number of parts so far.
-    """
+    """The sum of a replica's parts in the binary tree: one partial sum per 1 bit of the number of parts so far."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
@@ -109,7 +105,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over all parts (a power of two), and forget it."""
+        """Return the sum over all parts (a power of two), and reset."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -122,11 +118,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums replicas' tensors, each the sum of an equal number of parts, in a binary tree.
+    """A communicator that sums tensors over replicas in a binary tree. Each tensor is a sum over a replica's parts.
 
     Args:
         replicas: the replicas.
-        num_parts: the number of parts on all replicas together. A mean divides by it.
+        num_parts: the number of parts on all replicas. Means divide by it.
     """
 
     def __init__(self, replicas: Communicator, num_parts: int) -> None:
@@ -154,10 +150,10 @@ class Tree(Communicator):
             totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
             return totals
         result: list[Tensor] = [None] * len(tensors)
-        alike: dict[str, list[int]] = {}
+        by_dtype: dict[str, list[int]] = {}
         for i, tensor in enumerate(tensors):
-            alike.setdefault(dtype_of(tensor), []).append(i)
-        for indices in alike.values():
+            by_dtype.setdefault(dtype_of(tensor), []).append(i)
+        for indices in by_dtype.values():
             total = self._total([tensors[i] for i in indices])
             if factor != 1:
                 total = ops.multiply(total, factor)
@@ -176,11 +172,11 @@ class Tree(Communicator):
             return flat
         if length <= _SMALL:
             (everyones,) = self._replicas.all_gather([flat])
-            return _added_up(_reshaped(everyones, (size, -1)))
+            return _tree_sum(_reshaped(everyones, (size, -1)))
         if length % size:
             flat = ops.concatenate([flat, ops.zeros((-length % size,), dtype_of(flat))])
         (everyones,) = self._replicas.all_to_all([flat])
-        (total,) = self._replicas.all_gather([_added_up(_reshaped(everyones, (size, -1)))])
+        (total,) = self._replicas.all_gather([_tree_sum(_reshaped(everyones, (size, -1)))])
         return total[:length]
 
 
@@ -189,7 +185,7 @@ def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
 
 
-def _added_up(rows: Tensor) -> Tensor:
+def _tree_sum(rows: Tensor) -> Tensor:
     """Return the sum of rows (their number is a power of two) in a binary tree."""
     while rows.shape[0] > 1:
         rows = ops.add(rows[::2], rows[1::2])
@@ -197,7 +193,7 @@ def _added_up(rows: Tensor) -> Tensor:
 
 
 class SumOfParts(ExtensionStage):
-    """A stage that sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas.
+    """Sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas.
 
     Args:
         num_parts: the number of parts of a batch, a power of two.
@@ -219,8 +215,8 @@ class SumOfParts(ExtensionStage):
         """See `Extension.check_outside`: loss scaling must be inside."""
         name = type(outer).__name__
         raise ValueError(
-            f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it: outside it sees the "
-            "parts of a batch one after another, would skip single ones, and change its scale after each. "
+            f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it. Outside, it would skip "
+            "single parts of a batch, and change its scale after each part. "
             f"Received: inner_optimizer={outer.inner!r}. "
             f"Use `CrossShard({name}(inner_optimizer), extensions=[VirtualReplicas(...)])`."
         )
@@ -237,25 +233,25 @@ class SumOfParts(ExtensionStage):
         parts_of_each(self.num_parts, comm.num_replicas)
         if part is None or part.num_replicas != self.num_parts or step.is_reduced:
             raise ValueError(
-                "`VirtualReplicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
-                f"parts. Received: {self._optimizer!r} in a step that does not. Compile the model inside "
-                "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`; in a "
-                "custom training loop leave `VirtualReplicas` out."
+                "`VirtualReplicas` needs `fit` or `train_on_batch` of a prepared model, because these divide batches "
+                f"into parts. Received: {self._optimizer!r} in another step. Compile the model inside "
+                "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`. In a "
+                "custom training loop, remove `VirtualReplicas`."
             )
         if part.is_first:
             self._next = int(part.replica_id)
         if self._next != int(part.replica_id):
             raise ValueError(
-                "`VirtualReplicas` needs a `train_step` that updates once with each optimizer, as Keras' own does. "
-                f"Received: several updates, or none, in part {self._next} of a batch. Leave `VirtualReplicas` out."
+                "`VirtualReplicas` needs a `train_step` that updates once, as Keras' does. "
+                f"Received: several updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
         self._next += 1
         # On a single replica, gradients of a part are always local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
-                "`VirtualReplicas` needs the gradients of each replica, before they are reduced. Received: gradients "
-                "that are global already. Leave out `DistributedDataParallel`."
+                "`VirtualReplicas` needs each replica's gradients before the reduction. Received: global gradients. "
+                "Remove `DistributedDataParallel`."
             )
         self.add(step, part)
         if part.is_last:
@@ -273,9 +269,9 @@ class SumOfParts(ExtensionStage):
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
         """Return the gradients of a part, weighted for the sum, and their `found_inf`."""
-        return self.weighted(self.seen(step, part))
+        return self.weighted(self.after_local(step, part))
 
-    def seen(self, step: Step, part: PartOfBatch) -> Step:
+    def after_local(self, step: Step, part: PartOfBatch) -> Step:
         """Return the step of a part after `local` of all stages."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
@@ -300,15 +296,15 @@ class SumOfParts(ExtensionStage):
         return self._reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
-        """Forget the parts of an unfinished batch."""
+        """Discard the parts of an unfinished batch."""
         self._next = None
 
 
 def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
     if grad is not None and overwrites_variable(variable):
         raise ValueError(
-            "`VirtualReplicas` adds up gradients. Received: the next value of "
-            f"`{variable.path}` in place of a gradient, as float8 has it. Leave `VirtualReplicas` out."
+            "`VirtualReplicas` does not support float8, because it sums gradients. Received: the next value of "
+            f"`{variable.path}` instead of a gradient. Remove `VirtualReplicas`."
         )
     return None if grad is None else dense(grad, variable)
 

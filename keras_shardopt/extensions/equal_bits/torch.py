@@ -1,10 +1,9 @@
 """The PyTorch step of `VirtualReplicas`: it computes a rank's parts of a batch one after another.
 
 Each part is a Keras step that starts from the state before the batch. Changes of state are summed in the same binary
-tree as gradients. After each batch, state is bitwise identical on any number of ranks. Metrics add the sum of all
-parts' counts. Moving statistics add the mean of the changes of the parts with rows. Seed generators advance once per
-batch. If losses divide by a count over all parts (of a mask, for example), a counting pass runs each part forward
-first. If each rank has one part, the losses of all ranks exchange the counts instead.
+tree as gradients. Metrics add the sum of all parts' counts. Moving statistics add the mean change of the parts with
+rows. Seed generators advance once per batch. If losses divide by a count over all parts (of a mask, for example), a
+counting pass runs each part forward first. If each rank has one part, the losses of all ranks exchange counts instead.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from keras_shardopt.extensions.equal_bits.stage import (
     Tree,
     VirtualReplica,
     current_part,
-    own_parts,
     parts_of_each,
+    parts_of_replica,
 )
-from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
+from keras_shardopt.extensions.equal_bits.torch_batches import KeptState
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.fit.torch.step import TrainStep
@@ -42,24 +41,23 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
-# Not compiled: a compiler may reuse code of another shape, with other rounding, and would treat the values that
-# distinguish parts as constants.
+# Not compiled: compilers may reuse code for another shape, with other rounding, and bake in values of a part.
 @torch.compiler.disable
 def in_parts(
-    session: Session, cut: CutBatches, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
+    session: Session, kept: KeptState, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
 ) -> Any:
     """Run the step on this rank's parts of a batch. `data` has their rows. Return the logs of the batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     reducer, given = session.reducer, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
     all_rows = given if ranks is None else session.all_rows()
-    own, tree = own_parts(num_parts, replicas), Tree(replicas, num_parts)
+    own, tree = parts_of_replica(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
-    _warn_of_compiling(model, cut)
+    _warn_of_compiling(model, kept)
     updates = runtime.version(reducer.iterations)
-    layers = cut.state(session.call is not None) if trains else []
-    state, logs = _State(model, trains, layers, cut.changed_weights), _Logs()
-    cut.sees_loss = state.note_changed if trains and cut.changed_weights is None else None
+    layers = kept.state(session.call is not None) if trains else []
+    state, logs = _State(model, trains, layers, kept.changed_weights), _Logs()
+    kept.on_loss = state.note_changed if trains and kept.changed_weights is None else None
     with as_parts() as begin, one_thread(), watching_layers(state.note_assigned):
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
 
@@ -73,11 +71,11 @@ def in_parts(
                 return _count(real, part_data) if isinstance(here, CountingReplica) else real(part_data)
 
         can_repeat = not trains or has_built_in_step(model)
-        for i, found in enumerate(_each_part(step, own, tree, cut, can_repeat)):
+        for i, found in enumerate(_each_part(step, own, tree, kept, can_repeat)):
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
     if trains:
-        cut.changed_weights, cut.sees_loss = state.changed_weights, None
+        kept.changed_weights, kept.on_loss = state.changed_weights, None
     session.last_rows = mine
     session.confirm()
     session.shares_logs = False  # `logs` already covers all ranks
@@ -89,7 +87,7 @@ def in_parts(
 
 
 def _each_part(
-    step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, cut: CutBatches, can_repeat: bool
+    step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
     """Yield the logs of each of this rank's parts, after a counting pass if losses need one."""
 
@@ -101,8 +99,8 @@ def _each_part(
             counts.add(here.counts)
         return tree.all_reduce(counts.take(), "sum")
 
-    totals = count() if cut.counts_first else []
-    cut.counts_first = bool(totals)
+    totals = count() if kept.counts_first else []
+    kept.counts_first = bool(totals)
     others = tree if len(own) == 1 and can_repeat else None
     for i, part in enumerate(own):
         position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
@@ -111,16 +109,16 @@ def _each_part(
         except NotCountedError:
             if i or totals or not can_repeat:
                 raise
-            totals, cut.counts_first = count(), True
+            totals, kept.counts_first = count(), True
             found = step(i, VirtualReplica(part, tree.num_parts, **position, counted=totals))
         yield found
 
 
-def _warn_of_compiling(model: Any, cut: CutBatches) -> None:
-    if model.jit_compile and not cut.has_warned:
-        cut.has_warned = True
+def _warn_of_compiling(model: Any, kept: KeptState) -> None:
+    if model.jit_compile and not kept.has_warned:
+        kept.has_warned = True
         warn(
-            "With `VirtualReplicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
+            "With `VirtualReplicas` PyTorch's steps are not compiled, because compiled operations round differently. "
             f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
         )
 
@@ -148,7 +146,7 @@ class PartsStep(TrainStep):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._number: int | None = None
-        self._cut = CutBatches(session.model)
+        self._kept = KeptState(session.model)
 
     @property
     def num_parts(self) -> int:
@@ -161,11 +159,11 @@ class PartsStep(TrainStep):
         """See `TrainStep.begin_call`."""
         super().begin_call()
         self._number = None
-        self._cut.begin_call()
+        self._kept.begin_call()
 
     def begin_fit(self) -> None:
         """See `TrainStep.begin_fit`."""
-        self._cut.changed_weights = None
+        self._kept.changed_weights = None
 
     def num_parts_of(self, num_ranks: int) -> int:
         """See `TrainStep.num_parts_of`."""
@@ -176,26 +174,26 @@ class PartsStep(TrainStep):
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 
-    @torch.compiler.disable(recursive=False)  # as the step that it replaces
+    @torch.compiler.disable(recursive=False)  # like the step that it replaces
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """See `TrainStep.run`."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)
         share_losses(session.model)
-        return in_parts(session, self._cut, real, data, self.num_parts, trains)
+        return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Call `sees_loss` once. End the step here in a counting pass."""
-        if self._cut.sees_loss is not None:
-            self._cut.sees_loss()
-            self._cut.sees_loss = None
+        """Call `on_loss` once. A counting pass ends here."""
+        if self._kept.on_loss is not None:
+            self._kept.on_loss()
+            self._kept.on_loss = None
         if isinstance(current_part(), CountingReplica):
             raise _Counted
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the update of this batch was skipped. Its changes of state have been restored by then."""
+    """Whether the update of this batch was skipped, and its changes of state restored."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
@@ -212,7 +210,7 @@ class _State:
         model: the model.
         trains: whether these are training steps.
         state: the non-weight variables that layers change in training.
-        weights: the weights, also frozen ones, that layers change in their call; None if not known: all are kept.
+        weights: the weights, also frozen ones, that layers change in their call. None (unknown) saves all weights.
     """
 
     def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
@@ -306,13 +304,13 @@ class _Logs:
     def add(self, logs: Any, num_rows: int) -> None:
         """Add the logs of the next part, weighted by its rows."""
         self._last = logs
-        numbers = {name: value for name, value in logs.items() if _is_number(value)} if isinstance(logs, dict) else {}
-        self._names = list(numbers)
-        values = [torch.as_tensor(value, dtype=torch.float32).detach() for value in numbers.values()]
+        scalars = {name: value for name, value in logs.items() if _is_number(value)} if isinstance(logs, dict) else {}
+        self._names = list(scalars)
+        values = [torch.as_tensor(value, dtype=torch.float32).detach() for value in scalars.values()]
         self._values.add([value * num_rows if num_rows else torch.zeros_like(value) for value in values])
 
     def settle(self, model: Any, tree: Tree, num_rows: int) -> Any:
-        """Return the logs of the batch: metrics of all ranks, and means over rows of other numbers."""
+        """Return the logs of the batch: metrics of all ranks, and means over rows of other scalars."""
         metrics = model.get_metrics_result()
         if not isinstance(self._last, dict):
             return self._last

@@ -1,7 +1,4 @@
-"""Values that a prepared model on PyTorch keeps from one batch in parts to the next.
-
-Iterating over all layers of a model takes as long as a small layer, so it does not run for every batch.
-"""
+"""Values that `VirtualReplicas` on PyTorch keeps between batches, because collecting them takes as long as a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
-class CutBatches:
+class KeptState:
     """Values kept between the batches of one model.
 
     Args:
@@ -24,15 +21,15 @@ class CutBatches:
         self.counts_first = False
         """Whether losses divide by counts over all parts, so a counting pass must come first."""
         self.changed_weights: list[Any] | None = None
-        """The weights that layers change in their call; None until a first batch has found them."""
-        self.sees_loss: Callable[[], None] | None = None  # called once, after the next loss
+        """The weights that layers change in their call. None before the first batch."""
+        self.on_loss: Callable[[], None] | None = None  # called once, after the next loss
         self.has_warned = False
         """Whether the model has warned that its steps are not compiled."""
         self._state: list[Variable] = []
         self._num_trained = 0
 
     def begin_call(self) -> None:
-        """Forget values that may differ in another call."""
+        """Clear values that may differ in another call of `fit`."""
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:

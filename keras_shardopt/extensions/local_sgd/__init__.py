@@ -1,6 +1,6 @@
 """Local SGD: replicas update independently and average their weights after a number of updates."""
 
-from keras_shardopt.extensions.local_sgd.looks import local_updates_in
+from keras_shardopt.extensions.local_sgd.mixins import local_updates_in
 from keras_shardopt.extensions.local_sgd.settings import LocalSGD
 from keras_shardopt.update.options import register_settings
 from keras_shardopt.update.plugs import register_step
@@ -8,4 +8,4 @@ from keras_shardopt.update.plugs import register_step
 __all__ = ["LocalSGD"]
 
 register_settings(LocalSGD)
-register_step(local_updates_in, __name__, "RoundsStep")
+register_step(local_updates_in, __name__, "LocalStep")

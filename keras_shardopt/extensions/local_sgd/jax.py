@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, mix_in
-from keras_shardopt.extensions.local_sgd.apart import Rows
-from keras_shardopt.extensions.local_sgd.looks import ShowsMean, local_updates_in, resume_apart
+from keras_shardopt.extensions.local_sgd.mixins import ShowsMean, local_updates_in, resume_local
+from keras_shardopt.extensions.local_sgd.replica_values import Rows
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
@@ -30,11 +30,11 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def _check(model: Any, reducer: Any) -> None:
-    rule = "With `LocalSGD` JAX's `fit` runs each replica's whole step by itself."
+    rule = "With `LocalSGD` on JAX, `fit` runs the built-in training step separately on each device of one process."
     if jax.process_count() > 1:
         raise ValueError(
             f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch, or "
-            "leave `LocalSGD` out."
+            "remove `LocalSGD`."
         )
     if model.optimizer is not reducer or not has_built_in_step(model):
         raise ValueError(
@@ -44,10 +44,10 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 class _StacksRows(keras.Model):
-    """A model whose training steps take the rows of all replicas."""
+    """Mixin: creates rows for all replicas before the first training step."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Make the function after the state has a row for each replica."""
+        """Create the rows, then the training function."""
         has_replicas = batch_size_of(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # none after another `compile`
             if self.optimizer.built and has_replicas and not local.stacked:
@@ -56,10 +56,10 @@ class _StacksRows(keras.Model):
         super().make_train_function(*args, **kwargs)
 
 
-class _ApartStep:
-    """A step of all replicas, each with its rows of the batch, weights and state.
+class _LocalStep:
+    """A step in which each replica updates its rows of weights and state, with its rows of the batch.
 
-    Inside the `shard_map`, a variable with rows has its row's value. The variable itself stays unchanged until read.
+    Inside the `shard_map`, a variable with rows has the value of its row. Outside, it changes only when read.
 
     Args:
         model: the model.
@@ -75,7 +75,7 @@ class _ApartStep:
         (self._local,) = local_updates_in([model.optimizer])
         variables = model.optimizer.variables
         self._place = {id(v): i for i, v in enumerate(variables)}
-        self._of = [id(v) for v in cast(Rows, self._local.seen).of]
+        self._of = [id(v) for v in cast(Rows, self._local.replica_values).of]
         self._stacked_at = [self._place[id(v)] for v in self._local.stacked]
         alone = {*self._of, *(id(v) for v in self._local.stacked)}
         self._shared_at = [i for i, v in enumerate(variables) if id(v) not in alone]
@@ -107,18 +107,17 @@ class _ApartStep:
         kept = set(self._of)
         others = [old if id(v) in kept else new for v, old, new in zip(model.non_trainable_variables, others, changed)]
         weights = [
-            optimizer_state[self._place[id(anchor)]].astype(v.dtype)
-            for v, anchor in zip(model.trainable_variables, self._local.anchors)
+            optimizer_state[self._place[id(reference)]].astype(v.dtype)
+            for v, reference in zip(model.trainable_variables, self._local.references)
         ]
         outputs = jax.tree.map(lambda leaf: leaf[: self._all_rows], outputs)
-        # Metrics are computed from all rows as one batch, so each is exact, whether or not it is a sum over rows.
+        # Metrics get all rows as one batch, so metrics that are no sums over rows are also exact.
         metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
         y_pred, _ = outputs
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
         return logs, (weights, others, optimizer_state, metrics)
 
     def _on_one(self, rows: Any, shared: Any, others: Any, metrics: Any, data: Any) -> Any:
-        """Run one replica's step."""
         model, optimizer = self._model, self._model.optimizer
         own = {key: row[0] for key, row in zip(self._of, rows)}
         values = dict(zip(self._shared_at, shared))
@@ -150,24 +149,24 @@ class _ApartStep:
         own.update(zip(map(id, model.trainable_variables), after))
         own.update({id(v): updated[i] for i, v in enumerate(optimizer.variables) if id(v) in own})
         own.update({id(v): new for v, new in zip(model.non_trainable_variables, found) if id(v) in own})
-        statistics = self._joined_statistics(
+        statistics = self._synced_statistics(
             replicas, mine, [own[id(v)] for v in self._local.statistics], inside, updated
         )
         own.update(zip(map(id, self._local.statistics), statistics))
         loss = jax.lax.pmean(loss, self._axis)
         return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
 
-    def _joined_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
-        """Return the means of the moving statistics over replicas if a round has ended, and else this replica's."""
+    def _synced_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
+        """Return the means of the moving statistics over replicas after a sync step, otherwise this replica's."""
         local, optimizer, place = self._local, self._model.optimizer, self._place
-        count, rounds = updated[place[id(local.count)]], updated[place[id(local.last_rounds)]]
+        count, last_syncs = updated[place[id(local.count)]], updated[place[id(local.last_syncs)]]
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
         if local.skips:
             iterations = place[id(optimizer.iterations)]
             share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
-        is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # False inside the next window
-        joined = functools.partial(local.join_statistics, replicas, row_share=jax.numpy.asarray(share))
-        return jax.lax.cond(is_round, joined, lambda values: values, statistics)
+        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # False in later micro-batches
+        joined = functools.partial(local.sync_statistics, replicas, row_share=jax.numpy.asarray(share))
+        return jax.lax.cond(is_sync, joined, lambda values: values, statistics)
 
 
 def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
@@ -175,13 +174,13 @@ def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
         return optimizer.accumulation.share
 
 
-class RoundsStep(TrainStep):
+class LocalStep(TrainStep):
     """A local SGD step: each replica continues from its own weights."""
 
     stacks_windows = False
 
     def prepare(self) -> None:
-        """Raise ValueError if it cannot run: several processes, a custom step, or an optimizer around `CrossShard`."""
+        """Raise ValueError for several processes, a custom step, or an optimizer around `CrossShard`."""
         _check(self.model, next(reducer for reducer in self.reducers if local_updates_in([reducer])))
         mix_in(self.model, ShowsMean)
         mix_in(self.model, _StacksRows)
@@ -189,7 +188,7 @@ class RoundsStep(TrainStep):
     def before_step(self) -> None:
         """Resume from each replica's own weights."""
         if any(local.stacked for local in local_updates_in([self.model.optimizer])):
-            resume_apart([self.model.optimizer])
+            resume_local([self.model.optimizer])
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """See `TrainStep.train`."""
@@ -197,4 +196,4 @@ class RoundsStep(TrainStep):
         if alone:
             return real(state, data)
         share_losses(self.model)
-        return _ApartStep(self.model, num_rows(data)).run(state, data)
+        return _LocalStep(self.model, num_rows(data)).run(state, data)

@@ -1,7 +1,4 @@
-"""The reducer of local SGD: each replica updates with its own gradients.
-
-It weights them by rows, as synchronous training does for uneven batches, and checks this replica's gradients only.
-"""
+"""The reducer of local SGD: each replica updates with its own gradients."""
 
 from __future__ import annotations
 
@@ -21,23 +18,25 @@ from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
-    """A reducer that keeps each replica's own gradients, weighted by its rows; in a warm-up, their mean.
+    """Returns each replica's own gradients, weighted by rows as for uneven batches. In a warm-up, returns their mean.
+
+    The check for NaN covers this replica's gradients only.
 
     Args:
         context: the `CrossShard`.
         options: its options.
-        stage: the `LocalUpdates`. Its `is_together` is True in a warm-up.
+        stage: the `LocalUpdates`. Its `is_warmup` is True in a warm-up.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
-        # No error feedback in a warm-up: the carried compression errors belong to differences of weights.
+        # No error feedback in a warm-up, because compression errors are those of weights, not of gradients.
         super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Return gradients of the replica's mean loss times `row_share`."""
-        if self._stage.is_together or not step.is_local:
-            with self._stage.recording_together():
+        """Return the gradients of the replica's mean loss, multiplied by `row_share`."""
+        if self._stage.is_warmup or not step.is_local:
+            with self._stage.recording_warmup():
                 return super().reduce(step, comm)
         step = zero_without_rows(step)
         grads = list(step.grads)
@@ -49,11 +48,11 @@ class OwnGradients(AllReduce):
         if not self._checks_finite:
             return step
         found = check_reduced(grads, step.variables)
-        if own is not None and not isinstance(own, tuple):  # found before clipping, because clipping makes all NaN
+        if own is not None and not isinstance(own, tuple):  # found before clipping, which turns all gradients NaN
             found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 
     def finish(self, comm: Communicator) -> None:
-        """Put the mean weights in place."""
+        """Assign the mean weights."""
         self._stage.before_look()

@@ -23,33 +23,33 @@ from keras_shardopt.wrapping.chain import Wrapping, get_optimizer, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_WARMUP_ROUNDS = 5
-"""Default length of the synchronous warm-up with an outer optimizer, in rounds."""
+_WARMUP_SYNCS = 5
+"""Default length of the synchronous warm-up with an outer optimizer, in sync intervals."""
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LocalSGD(Extension):
-    """Replicas update with their own gradients, and average their weights once in a while.
+    """Replicas update with their own gradients, and average their weights periodically. See [docs](../local_sgd.md).
 
     Args:
-        every: int >= 1, the updates of a round, which ends with the mean of the weights; or a function of the number
-            of updates so far. See [local SGD](../local_sgd.md).
-        outer_optimizer: a Keras optimizer, its name or config, or None (default). It moves the weights at the end of a
-            round by the mean of how far replicas have moved (DiLoCo), such as `SGD(0.7, momentum=0.9, nesterov=True)`.
-        fragments: int >= 1, 1 by default. In how many parts weights are averaged, one after the other.
-        warmup: int >= 0 or None (default). How many synchronous updates come first; None for 0, or for those of 5
-            rounds with `outer_optimizer`.
+        every: int >= 1, or a function of the number of updates so far. Local updates between two sync steps.
+        outer_optimizer: a Keras optimizer, its name or config, or None (default). In sync steps, it updates the
+            reference weights with the replicas' mean change as gradient (DiLoCo). Usually
+            `SGD(0.7, momentum=0.9, nesterov=True)`.
+        fragments: int >= 1. Number of weight groups with separate sync steps, spread over `every`. Default 1.
+        warmup: int >= 0 or None. Number of initial synchronous updates. Default: `5 * every` with an
+            `outer_optimizer`, otherwise 0.
 
     Raises:
-        TypeError: if an argument has a wrong type.
+        TypeError: if an argument has the wrong type.
         ValueError: if a number is too small, `fragments` is larger than `every`, or `outer_optimizer` wraps another
-            optimizer, was used before, or has settings that rounds ignore.
+            optimizer, was used before, or has settings without effect in sync steps.
 
     Example:
         >>> import keras, keras_shardopt as ks
         >>> outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        >>> rounds = ks.LocalSGD(every=50, outer_optimizer=outer)
-        >>> optimizer = ks.CrossShard(keras.optimizers.AdamW(), extensions=[rounds])
+        >>> local_sgd = ks.LocalSGD(every=50, outer_optimizer=outer)
+        >>> optimizer = ks.CrossShard(keras.optimizers.AdamW(), extensions=[local_sgd])
 
     References:
         Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al., "DiLoCo", 2023.
@@ -71,15 +71,15 @@ class LocalSGD(Extension):
         fragments: int = 1,
         warmup: int | None = None,
     ) -> None:
-        fix = "Give it in updates, or a function of the number of updates so far."
+        fix = "Pass a number of updates, or a function of the number of updates so far."
         self.every = every if callable(every) else check.integer("every", every, fix=fix)
-        self.fragments = check.integer("fragments", fragments, fix="Leave it out for one round of all variables.")
+        self.fragments = check.integer("fragments", fragments, fix="Remove it to average all weights together.")
         if warmup is not None:
-            check.integer("warmup", warmup, at_least=0, fix="Give it in updates.")
+            check.integer("warmup", warmup, at_least=0, fix="Pass a number of updates.")
         self.warmup = warmup
         if isinstance(self.every, int) and self.fragments > self.every:
             raise ValueError(
-                "`fragments` must be at most `every`, so that their rounds come one after the other. "
+                "`fragments` must be at most `every`, because an update averages at most one fragment. "
                 f"Received: fragments={fragments}, every={self.every}."
             )
         self.outer_optimizer = None if outer_optimizer is None else _checked(outer_optimizer)
@@ -90,8 +90,8 @@ class LocalSGD(Extension):
         if "sync_every" not in arguments:
             more = [f"{name}={value!r}" for name, value in arguments.items()]
             raise ValueError(
-                "`outer_optimizer`, `sync_fragments` and `sync_warmup` are about replicas that train apart. "
-                f"Received: {', '.join(more)} without `sync_every`. Use for example "
+                "`outer_optimizer`, `sync_fragments` and `sync_warmup` require `sync_every`. "
+                f"Received: {', '.join(more)} without it. Use for example "
                 "`extensions=[LocalSGD(every=50, outer_optimizer=...)]`."
             )
         return cls(**{cls._new_name(name): value for name, value in arguments.items()})
@@ -111,7 +111,7 @@ class LocalSGD(Extension):
         others = {
             "`shard_state=True`": options.shard_state,
             "`group_assignment`": options.group_assignment,
-            "`extensions` with another one": len(options.extensions) > 1,
+            "another extension": len(options.extensions) > 1,
             '`reduction="sum"`': options.reduction == "sum",
             '`on_nonfinite="raise"`': options.on_nonfinite == "raise",
             f"`gradients={options.gradients!r}`": options.gradients in ("summed", "global"),
@@ -119,8 +119,8 @@ class LocalSGD(Extension):
         for name, is_given in others.items():
             if is_given:
                 raise ValueError(
-                    "With `LocalSGD` each replica updates all weights with its own gradients, and takes part in the "
-                    f"mean of the weights. Received: {name}. Leave one of them out."
+                    "`LocalSGD` updates all weights with each replica's own gradients, and averages them over all "
+                    f"replicas. Received: `LocalSGD` with {name}. Remove one of them."
                     + (' Use `on_nonfinite="skip"`.' if "nonfinite" in name else "")
                 )
 
@@ -129,8 +129,8 @@ class LocalSGD(Extension):
         return [LocalUpdates(self, options, context)]
 
     @property
-    def updates_per_round(self) -> Callable[[Any], Any]:
-        """Function of the number of updates so far (int or tensor): the local updates until the next mean."""
+    def updates_per_sync(self) -> Callable[[Any], Any]:
+        """Function of the number of updates so far (int or tensor): the updates until the next sync step."""
         every = self.every
         return every if callable(every) else lambda count: every
 
@@ -139,20 +139,16 @@ class LocalSGD(Extension):
         """The number of initial synchronous updates."""
         if self.warmup is not None:
             return self.warmup
-        return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
+        return 0 if self.outer_optimizer is None else _WARMUP_SYNCS * int(self.updates_per_sync(0))
 
 
 def _checked(outer_optimizer: Any) -> Any:
-    """Return the outer optimizer, made from its name or config.
-
-    Raises:
-        ValueError: if it cannot move the weights at rounds.
-    """
+    """Create the outer optimizer from its name or config. Raise ValueError if sync steps do not support it."""
     outer = get_optimizer(outer_optimizer, "LocalSGD", "outer_optimizer")
     wraps = isinstance(outer, (Wrapping, keras.optimizers.LossScaleOptimizer)) or hasattr(outer, "optimizers")
     if wraps or outer.gradient_accumulation_steps or outer.built:
         raise ValueError(
-            "`outer_optimizer` must be a new optimizer of Keras without accumulation, which no other is around. "
+            "`outer_optimizer` must be a new Keras optimizer without accumulation and without wrappers. "
             f"Received: outer_optimizer={shown(outer)}. "
             "Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
         )
@@ -161,8 +157,7 @@ def _checked(outer_optimizer: Any) -> Any:
         ignored.append("exclude_from_weight_decay")
     if ignored:
         raise ValueError(
-            "`outer_optimizer` moves the weights at rounds, and has no part in losses, in what `fit` does when it "
-            f"ends, or in the names of weights. Received: outer_optimizer={shown(outer)} with `{ignored[0]}`. "
-            "Leave it out, or give it to the inner optimizer."
+            f"`outer_optimizer` only updates reference weights in sync steps, and ignores `{ignored[0]}`. "
+            f"Received: outer_optimizer={shown(outer)}. Remove this setting, or set it on the inner optimizer."
         )
     return outer

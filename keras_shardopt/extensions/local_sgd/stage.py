@@ -1,12 +1,11 @@
 """Local SGD and DiLoCo: each replica updates with its own gradients, and replicas average their weights periodically.
 
-The *anchor* holds the weights of the last synchronization. A *round* is a number of local updates, ended by the mean
-over replicas of `anchor - weights`. Local SGD subtracts this mean from the anchor. DiLoCo passes it as the gradient to
-an outer optimizer that updates the anchor. All replicas continue from the new anchor. This file decides when rounds
-end, which variables they average, and which weights readers get in between.
+The *reference weights* are those of the last *sync step*. The next sync step averages `reference - weight` over
+replicas. Local SGD subtracts this mean from the reference weights. DiLoCo passes it as the gradient to an outer
+optimizer that updates the reference weights. All replicas continue from the new reference weights.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._trainable_variables` - what the optimizer was built on.
+    `Optimizer._trainable_variables` - the variables that the optimizer was built with.
     `Optimizer._track_variable` - makes a variable part of the optimizer's state.
     `Optimizer._model_variables_moving_average` - the averages of weights that an optimizer with `use_ema` keeps.
 """
@@ -27,8 +26,8 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.extensions.local_sgd.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.extensions.local_sgd.own_gradients import OwnGradients
+from keras_shardopt.extensions.local_sgd.replica_values import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import ExtensionStage
@@ -44,7 +43,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class LocalUpdates(ExtensionStage):
-    """Local updates with each replica's own gradients, and rounds that average the weights.
+    """Runs local updates with each replica's own gradients, and sync steps that average the weights.
 
     Args:
         settings: the `LocalSGD` object that users passed.
@@ -58,42 +57,42 @@ class LocalUpdates(ExtensionStage):
         self._settings = settings
         self._optimizer = optimizer = context.optimizer
         optimizer.scope_inside.updates_differ = True
-        self._every: Callable[[Any], Any] = settings.updates_per_round
+        self._every: Callable[[Any], Any] = settings.updates_per_sync
         self.num_fragments = settings.fragments
         outer = settings.outer_optimizer
         copies = [] if outer is None else [outer.from_config(outer.get_config()) for _ in range(self.num_fragments - 1)]
         self.outers: list[OptimizerWrapper] = [] if outer is None else list(map(OptimizerWrapper, [outer, *copies]))
-        """The outer optimizer of each fragment. Its `iterations` count rounds. Empty without `outer_optimizer`."""
-        self.is_together = False
+        """The outer optimizer of each fragment. Its `iterations` count sync steps. Empty without `outer_optimizer`."""
+        self.is_warmup = False
         """Whether the running or traced update is a warm-up update with reduced gradients."""
         self._has_trained = False
         self.count: Variable = None
         """The number of updates."""
-        self.last_rounds: Variable = None
-        """The value of `count` at the last round of each fragment, shape `(num_fragments,)`."""
-        self.left_out: Variable = None
-        """The number of rounds skipped because their mean was not finite."""
-        self.anchors: list[Variable] = []
+        self.last_syncs: Variable = None
+        """The value of `count` at the last sync step of each fragment, shape `(num_fragments,)`."""
+        self.num_skipped_syncs: Variable = None
+        """The number of sync steps skipped because the mean was not finite."""
+        self.references: list[Variable] = []
         self.fragments: list[list[int]] = []
         """The positions of the trainable variables of each fragment."""
-        self._own: list[Variable] = []
+        self._file_state: list[Variable] = []
         self.transport = transport_of(options.compression, context)
-        """Averages `anchor - weights` over replicas, perhaps compressed."""
+        """Averages `reference - weight` over replicas, perhaps compressed."""
         self.reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
         """Moving statistics: not trained, averaged over replicas when they are read."""
-        self._known_count, self._known_rounds = Known(), Known()
-        self.seen: Copies | Rows = Copies(self, optimizer)
-        """Shows readers the mean weights between rounds."""
-        self._reported: Variable = None
-        """The value of `left_out` at the last warning. Also in files: a restart does not repeat the warning."""
+        self._known_count, self._known_syncs = Known(), Known()
+        self.replica_values: Copies | Rows = Copies(self, optimizer)
+        """Stores the replicas' values while readers get the mean weights."""
+        self._num_reported: Variable = None
+        """`num_skipped_syncs` at the last warning. Stored in files, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        # The collectives of the last (or, if compiled, traced) round by fragment; also of statistics and warm-up.
+        # The collectives of the last run or traced sync step, by fragment; also of statistics and warm-up updates.
 
     # -- variables -----------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the anchors and the state of the outer optimizers, once.
+        """Create the reference weights and the state of the outer optimizers, once.
 
         Raises:
             ValueError: if there are fewer variables than fragments, or a variable cannot be averaged (float8).
@@ -101,22 +100,22 @@ class LocalUpdates(ExtensionStage):
         self._check(variables)
         self.fragments = fragments_of([int(np.prod(v.shape)) for v in variables], self.num_fragments)
         self.count = add_variable((), "zeros", dtype="int", name="local_updates")
-        self.last_rounds = add_variable((self.num_fragments,), "zeros", dtype="int", name="last_rounds")
-        self.left_out = add_variable((), "zeros", dtype="int", name="left_out_rounds")
+        self.last_syncs = add_variable((self.num_fragments,), "zeros", dtype="int", name="last_rounds")
+        self.num_skipped_syncs = add_variable((), "zeros", dtype="int", name="left_out_rounds")
         for i, variable in enumerate(variables):
-            anchor = add_variable(variable.shape, "zeros", dtype=_wide(variable), name=f"anchor_{i}")
-            self.anchors.append(anchor)
-        self._reported = add_variable((), "zeros", dtype="int", name="reported_rounds")
-        self._own = [self.count, self.last_rounds, self.left_out, self._reported, *self.anchors]
+            reference = add_variable(variable.shape, "zeros", dtype=_wide(variable), name=f"anchor_{i}")
+            self.references.append(reference)
+        self._num_reported = add_variable((), "zeros", dtype="int", name="reported_rounds")
+        self._file_state = [self.count, self.last_syncs, self.num_skipped_syncs, self._num_reported, *self.references]
         self.transport.build(variables, add_variable)
         for outer, positions in zip(self.outers, self.fragments):
             with empty_name_scope():
-                outer.build([self.anchors[i] for i in positions])
+                outer.build([self.references[i] for i in positions])
             for variable in outer.variables:
                 self._optimizer._track_variable(variable)
-                self._own.append(variable)
+                self._file_state.append(variable)
         with runtime.init_scope():
-            self._start_rounds(0)
+            self._schedule_syncs(0)
         self.statistics = statistics_of(variables)
 
     def _check(self, variables: Sequence[Variable]) -> None:
@@ -127,30 +126,30 @@ class LocalUpdates(ExtensionStage):
             )
         if any(map(overwrites_variable, variables)):
             raise ValueError(
-                "`LocalSGD` takes the mean of weights, and the scales of float8 have none. Received: "
-                f"{next(v.path for v in variables if overwrites_variable(v))}. Leave `LocalSGD` out."
+                "`LocalSGD` does not support float8, because scales cannot be averaged. Received: "
+                f"{next(v.path for v in variables if overwrites_variable(v))}. Remove `LocalSGD`."
             )
         if processes.process()[0] > 1 and not replicas_are_processes():
             raise ValueError(
-                "With `LocalSGD` replicas are the devices of one process, or ranks of PyTorch. "
-                f"Received: {processes.process()[0]} processes, of which each has some of the replicas. "
-                "Use the devices of one process, or PyTorch, or leave `LocalSGD` out."
+                "`LocalSGD` supports several processes only on PyTorch. "
+                f"Received: {processes.process()[0]} processes. "
+                "Use the devices of one process, or PyTorch, or remove `LocalSGD`."
             )
-        theirs = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
-        if theirs and not replicas_are_processes():
+        found = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
+        if found and not replicas_are_processes():
             raise ValueError(
-                "With `LocalSGD` each replica skips updates by itself, and Keras' loss scaling takes one decision "
-                f"for all replicas of a program. Received: {theirs[0]!r}. Use `keras_shardopt.LossScaling` instead."
+                "With `LocalSGD` each replica skips its own updates, but Keras' loss scaling decides once for all "
+                f"replicas of a program. Received: {found[0]!r}. Use `keras_shardopt.LossScaling` instead."
             )
 
     @property
     def skips(self) -> bool:
-        """Whether a replica may skip updates that others make, so counters differ between replicas."""
-        # Master weights in bfloat16 skip none; this is fixed when they are created.
+        """Whether a replica may skip an update that other replicas make, so counters differ between replicas."""
+        # With bfloat16 weights, `MixedPrecision` skips no updates. This is fixed when master weights are created.
         return any(map(leaves_out_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
-    def put_back(self) -> list[Variable]:
+    def restored(self) -> list[Variable]:
         """Model variables, other than moving statistics, that a skipped update restores: seeds."""
         rollback = self._optimizer._rollback
         if rollback is None:
@@ -162,11 +161,11 @@ class LocalUpdates(ExtensionStage):
     @property
     def lasting(self) -> list[Variable]:  # type: ignore[override]
         """The variables that optimizer files hold."""
-        return list(self._own)
+        return list(self._file_state)
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """All state that may differ between replicas. Empty on ranks before their first local update: all are equal."""
+        """All state that may differ between replicas. Empty on ranks before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.private, *self.stacked] if may_differ else []
 
@@ -177,11 +176,11 @@ class LocalUpdates(ExtensionStage):
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
         window = optimizer.accumulation
         kept = [] if window is None else [window.counter, *window._replica_state]
-        apart = rates | {id(v) for v in [*self._own, *kept, *self.stacked]}
-        return [v for v in optimizer.variables if id(v) not in apart]
+        excluded = rates | {id(v) for v in [*self._file_state, *kept, *self.stacked]}
+        return [v for v in optimizer.variables if id(v) not in excluded]
 
     def weights(self) -> list[Variable]:
-        """Return the variables that rounds average: the trainable variables, or their master weights."""
+        """Return the variables that sync steps average: the trainable variables, or their master weights."""
         found = list(self._optimizer._trainable_variables)
         for wrapper in [self._optimizer, *descendants(self._optimizer)]:
             if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
@@ -200,36 +199,36 @@ class LocalUpdates(ExtensionStage):
     # -- updates -------------------------------------------------------------------------------------------------
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Set `is_together` for this update. With a traced count, run both cases in a condition."""
+        """Set `is_warmup` for this update. With a traced count, trace both cases as branches."""
         warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
             return
         count = self._counted()
         if isinstance(count, int):
-            self.is_together = count < warmup
+            self.is_warmup = count < warmup
             proceed(step)
             return
         shares = [value for value in (step.weight, step.row_share) if not isinstance(value, (int, float))]
 
-        def way(is_together: bool) -> Callable[[Sequence[Any]], None]:
-            def go(tensors: Sequence[Any]) -> None:
+        def make_branch(is_warmup: bool) -> Callable[[Sequence[Any]], None]:
+            def branch(tensors: Sequence[Any]) -> None:
                 more = iter(tensors[len(step.grads) :])
                 weight, share = (
                     value if isinstance(value, (int, float)) else next(more) for value in (step.weight, step.row_share)
                 )
-                self.is_together = is_together
+                self.is_warmup = is_warmup
                 proceed(step.replace(grads=list(tensors[: len(step.grads)]), weight=weight, row_share=share))
 
-            return go
+            return branch
 
         is_warming_up = ops.less(count, warmup)
         tensors = [*step.grads, *shares]
-        for condition, is_together in ((is_warming_up, True), (ops.logical_not(is_warming_up), False)):
-            runtime.cond(condition, way(is_together), tensors, self._optimizer._written())
+        for condition, is_warmup in ((is_warming_up, True), (ops.logical_not(is_warming_up), False)):
+            runtime.cond(condition, make_branch(is_warmup), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Update this replica, then run the rounds that are due."""
+        """Update this replica, then run the sync steps that are due."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:
@@ -239,29 +238,29 @@ class LocalUpdates(ExtensionStage):
         before = self._counted()
         if isinstance(before, int):
             if not before:
-                self.anchor_all()
+                self.set_references()
         else:
-            runtime.cond(ops.equal(before, 0), lambda _: self.anchor_all(), [], self.anchors, communicates=False)
-        updates = stamp(self._optimizer.iterations) if self._joined_statistics and self.skips else None
+            runtime.cond(ops.equal(before, 0), lambda _: self.set_references(), [], self.references, communicates=False)
+        updates = stamp(self._optimizer.iterations) if self._synced_statistics and self.skips else None
         proceed(step)
         count = before + 1
         self._set_count(count)
-        if self.is_together:
-            self.anchor_all()
-            self._start_rounds(count)
+        if self.is_warmup:
+            self.set_references()
+            self._schedule_syncs(count)
             return
         self._has_trained = True
-        last = self._known_rounds.of(self.last_rounds) if isinstance(count, int) else self.last_rounds
+        last = self._known_syncs.of(self.last_syncs) if isinstance(count, int) else self.last_syncs
         for number in range(self.num_fragments):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
-            written = [*self._optimizer._written(), *self._joined_statistics]
-            # An operand of the condition, because `row_share` differs between the replicas of a program.
-            shares = [ops.cast(step.row_share, "float32")] if self._joined_statistics and number == 0 else []
+            written = [*self._optimizer._written(), *self._synced_statistics]
+            # `row_share` differs between the replicas of a program, so it must be an operand of the condition.
+            shares = [ops.cast(step.row_share, "float32")] if self._synced_statistics and number == 0 else []
             if shares and updates is not None:  # the rows of a skipped update do not count
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
                 shares = [shares[0] * ops.cast(is_made, "float32")]
-            runtime.cond(is_due, functools.partial(self._recorded_round, number, count), shares, written)
+            runtime.cond(is_due, functools.partial(self._recorded_sync, number, count), shares, written)
 
     def _counted(self) -> Any:
         """Return the count: an int if Python runs in each update, or a traced tensor."""
@@ -274,42 +273,42 @@ class LocalUpdates(ExtensionStage):
         if isinstance(count, int):
             self._known_count.note(self.count, count)
 
-    def _start_rounds(self, count: Any) -> None:
-        """Begin the rounds of all fragments at a count, or at the end of the warm-up. Space their ends evenly."""
+    def _schedule_syncs(self, count: Any) -> None:
+        """Schedule the first sync step of each fragment after `count` and the warm-up, evenly spaced."""
         if isinstance(count, int):
             count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments
         firsts = [count + (i + 1) * every // number - every for i in range(number)]
-        self.last_rounds.assign(ops.stack([ops.cast(first, self.last_rounds.dtype) for first in firsts]))
+        self.last_syncs.assign(ops.stack([ops.cast(first, self.last_syncs.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """Return the updates per round for the round that began at `since` (negative: a fragment's first round)."""
+        """Return the number of updates between a sync step at `since` (negative: the first) and the next."""
         start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
-    def anchor_all(self) -> None:
-        """Copy the weights to the anchors."""
-        for anchor, weight in zip(self.anchors, self.weights()):
+    def set_references(self) -> None:
+        """Copy the weights to the reference weights."""
+        for reference, weight in zip(self.references, self.weights()):
             # A copy, because JAX cannot donate the same array twice to a step.
-            anchor.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), anchor.dtype)))
+            reference.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), reference.dtype)))
 
-    # -- rounds --------------------------------------------------------------------------------------------------
+    # -- sync steps ----------------------------------------------------------------------------------------------
 
-    def _recorded_round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
+    def _recorded_sync(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
         with recording() as self._sent[number]:
-            self._round(number, count, shares)
+            self._sync(number, count, shares)
 
-    def _round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
-        """Average the weights of a fragment. All replicas call it in the same update.
+    def _sync(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
+        """Average the weights of a fragment. All replicas call this in the same update.
 
-        `shares` has this replica's `row_share` if moving statistics are averaged too, otherwise nothing.
+        To average moving statistics as well, pass this replica's `row_share` in `shares`.
         """
         positions = self.fragments[number]
         weights = self.weights()
-        anchors = [self.anchors[i] for i in positions]
+        references = [self.references[i] for i in positions]
         own = [weights[i] for i in positions]
-        averages, statistics = self.averages(positions), self._joined_statistics if shares else []
-        moved = [anchor - ops.cast(ops.convert_to_tensor(w), anchor.dtype) for anchor, w in zip(anchors, own)]
+        averages, statistics = self.averages(positions), self._synced_statistics if shares else []
+        moved = [r - ops.cast(ops.convert_to_tensor(w), r.dtype) for r, w in zip(references, own)]
         comm = runtime.communicator(self._optimizer.axis_name)
         self._check_counts(comm, count)
         means = self.means(comm, list(map(ops.convert_to_tensor, averages)))
@@ -320,75 +319,74 @@ class LocalUpdates(ExtensionStage):
             is_finite = bool(is_finite)  # read once, because it waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # the outer optimizer must not reduce this mean again
-            runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
+            runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])
         if statistics and replicas_are_processes() and not shares[0] > 0:
-            statistics = []  # without rows, or after a skipped update, a rank keeps its own
+            statistics = []  # a rank without rows, or with a skipped update, keeps its statistics
         for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
-        for i, anchor in zip(positions, anchors):
-            self._set_weight(i, weights[i], anchor)
-        is_left_out = not is_finite if isinstance(is_finite, bool) else ops.logical_not(is_finite)
-        runtime.cond(is_left_out, lambda _: self._forget_nonfinite(), [], [self.left_out, *self.private])
+        for i, reference in zip(positions, references):
+            self._set_weight(i, weights[i], reference)
+        is_skipped = not is_finite if isinstance(is_finite, bool) else ops.logical_not(is_finite)
+        runtime.cond(is_skipped, lambda _: self._forget_nonfinite(), [], [self.num_skipped_syncs, *self.private])
         if isinstance(count, int):
-            known = self._known_rounds.of(self.last_rounds).copy()
+            known = self._known_syncs.of(self.last_syncs).copy()
             known[number] = count
-            self.last_rounds.assign(known)
-            self._known_rounds.note(self.last_rounds, known)
+            self.last_syncs.assign(known)
+            self._known_syncs.note(self.last_syncs, known)
             return
-        last = ops.convert_to_tensor(self.last_rounds)
+        last = ops.convert_to_tensor(self.last_syncs)
         is_this = ops.equal(ops.arange(self.num_fragments), number)
-        self.last_rounds.assign(ops.where(is_this, ops.cast(count, last.dtype), last))
+        self.last_syncs.assign(ops.where(is_this, ops.cast(count, last.dtype), last))
 
     @property
-    def _joined_statistics(self) -> list[Variable]:
-        """The moving statistics that a round averages. If stacked, none: the trainer calls `join_statistics`."""
+    def _synced_statistics(self) -> list[Variable]:
+        """The moving statistics that `_sync` averages. Empty if stacked: the trainer calls `sync_statistics`."""
         return [] if self.stacked else self.statistics
 
     def _check_counts(self, comm: Communicator, count: Any) -> None:
         """Raise ValueError in a custom training loop if ranks have different update counts."""
         if comm.is_spmd or current_share() is not None:
             return
-        told = ops.convert_to_tensor([count % 512, (count % 512) ** 2], "int32")  # sum < 2**31 up to 8192 replicas
-        total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([told], "sum")[0]))
+        counts = ops.convert_to_tensor([count % 512, (count % 512) ** 2], "int32")  # sum < 2**31 up to 8192 replicas
+        total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([counts], "sum")[0]))
         if squares * comm.num_replicas != total**2:  # equal only if all counts are equal (Cauchy-Schwarz)
             raise ValueError(
-                "All replicas must make equally many updates, as their weights are joined after some of them. "
-                f"Received: {count} on replica {comm.replica_id}, another number elsewhere. "
-                "Give each replica equally many batches, or train with `fit` of a prepared model."
+                "All replicas must make the same number of updates, because sync steps average their weights. "
+                f"Received: {count} on replica {comm.replica_id}, and a different number on another replica. "
+                "Give each replica the same number of batches, or train with `fit` of a prepared model."
             )
 
     def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
-        """Return the mean of `anchor - weights` over replicas, perhaps compressed."""
         return self.transport.means(comm, positions, moved, count)
 
-    def join_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """Average stacked moving statistics after a round, for a trainer. A replica with share 0 keeps its values."""
+    def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
+        """Average stacked moving statistics after a sync step. A replica with `row_share` 0 keeps its values."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
 
     @contextlib.contextmanager
-    def recording_together(self) -> Iterator[None]:
+    def recording_warmup(self) -> Iterator[None]:
         """Record the collectives of a warm-up update."""
-        with recording() as self._sent[_TOGETHER]:
+        with recording() as self._sent[_WARMUP]:
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives of a round and its number of updates; in a warm-up, of one update.
+        """Return the collectives of a sync interval and its number of updates; in a warm-up, of one update.
 
         Args:
             each: the collectives of every update.
         """
         count = 0 if self.count is None else self.num_updates
         if count <= self._settings.warmup_steps:
-            return [*each, *self._sent.get(_TOGETHER, ())] if count else [], 1
-        length = int(self._length(int(max(ops.convert_to_numpy(self.last_rounds)))))
-        rounds = [found for key, found in self._sent.items() if key != _TOGETHER]
-        return [*each] * length + [collective for found in rounds for collective in found], length
+            return [*each, *self._sent.get(_WARMUP, ())] if count else [], 1
+        length = int(self._length(int(max(ops.convert_to_numpy(self.last_syncs)))))
+        syncs = [collectives for key, collectives in self._sent.items() if key != _WARMUP]
+        return [*each] * length + [collective for collectives in syncs for collective in collectives], length
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
-        """Return means over the replicas with finite values and `row_share > 0`; own values if no replica has such."""
+        """Return means over replicas with finite values and `row_share > 0`. If none has, return `values`."""
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
@@ -400,37 +398,37 @@ class LocalUpdates(ExtensionStage):
             for i, (total, value) in enumerate(zip(sums, values))
         ]
 
-    def _move(self, number: int, anchors: Sequence[Variable], moved: Sequence[Tensor]) -> None:
+    def _move(self, number: int, references: Sequence[Variable], moved: Sequence[Tensor]) -> None:
         if self.outers:
-            self.outers[number].update_inner(list(moved), anchors)
+            self.outers[number].update_inner(list(moved), references)
         else:
-            for anchor, mean in zip(anchors, moved):
-                anchor.assign(anchor - mean)
+            for reference, mean in zip(references, moved):
+                reference.assign(reference - mean)
 
-    def _set_weight(self, i: int, weight: Variable, anchor: Variable) -> None:
-        """Assign the anchor to a weight, and to the trained variable if the weight is its master weight."""
-        weight.assign(ops.cast(ops.convert_to_tensor(anchor), dtype_of(weight)))
+    def _set_weight(self, i: int, weight: Variable, reference: Variable) -> None:
+        """Assign the reference to a weight, and to the trained variable if the weight is its master weight."""
+        weight.assign(ops.cast(ops.convert_to_tensor(reference), dtype_of(weight)))
         if weight.constraint is not None:
             weight.assign(weight.constraint(weight))
-            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))
+            reference.assign(ops.cast(ops.convert_to_tensor(weight), reference.dtype))
         trained = self._optimizer._trainable_variables[i]
         if trained is not weight:
             trained.assign(ops.cast(ops.convert_to_tensor(weight), dtype_of(trained)))
 
     def _forget_nonfinite(self) -> None:
-        """Replace non-finite state by 0 after a skipped round: it would make every later round non-finite."""
-        self.left_out.assign(self.left_out + 1)
+        """Replace non-finite state by 0 after a skipped sync step. Otherwise all later means would not be finite."""
+        self.num_skipped_syncs.assign(self.num_skipped_syncs + 1)
         for variable in self.private:
             if keras.backend.is_float_dtype(variable.dtype):
                 value = ops.convert_to_tensor(variable)
                 variable.assign(ops.where(ops.isfinite(value), value, ops.zeros_like(value)))
 
-    # -- weights between rounds ----------------------------------------------------------------------------------
+    # -- weights between sync steps ------------------------------------------------------------------------------
 
     @property
     def are_apart(self) -> bool:  # type: ignore[override]
         """Whether replicas have different weights now. Read outside of a step."""
-        return self.count is not None and not self.seen.is_shown and bool(self.apart())
+        return self.count is not None and not self.replica_values.is_shown and bool(self.unsynced())
 
     @property
     def num_updates(self) -> int:
@@ -439,40 +437,40 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def unsent(self) -> list[Variable]:
-        """The compression errors that this replica carries to the next round."""
+        """This replica's compression errors, added in the next sync step."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
-    def statistics_apart(self) -> list[Variable]:
-        """Return moving statistics that may differ: all, if any update ran. A round does not equalize all of them."""
+    def unsynced_statistics(self) -> list[Variable]:
+        """Return the moving statistics that may differ. Sync steps do not equalize all of them."""
         return self.statistics if self.num_updates else []
 
-    def apart(self) -> list[int]:
-        """Return the positions of the weights updated since their last round."""
+    def unsynced(self) -> list[int]:
+        """Return the positions of the weights updated since their last sync step."""
         count = self.num_updates
-        starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._settings.warmup_steps)
+        starts = np.maximum(ops.convert_to_numpy(self.last_syncs), self._settings.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
     def before_look(self) -> None:
         """Put the mean over replicas in place of the weights until the next update. Collective over processes."""
         if self.count is not None:
             self._report()
-            self.seen.show()
+            self.replica_values.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Restore each replica's own weights; or begin a new round if the weights were set after `before_look`."""
+        """Restore each replica's weights. If the weights were set after `before_look`, restart from these."""
         if self.count is not None:
-            self.seen.resume(begins_epoch)
+            self.replica_values.resume(begins_epoch)
 
-    def begin_anew(self) -> None:
-        """Begin a round from the current, equal weights."""
-        self.anchor_all()
-        self._start_rounds(self.num_updates)
+    def restart(self) -> None:
+        """Restart from the current weights, equal on all replicas, as if after a sync step."""
+        self.set_references()
+        self._schedule_syncs(self.num_updates)
         self.transport.reset()
 
     def stack(self) -> None:
         """Add a row per replica to each variable, for a trainer with one copy of variables. Later calls do nothing."""
-        if self.count is not None and isinstance(self.seen, Copies):
-            self.seen = Rows(self, self._optimizer)
+        if self.count is not None and isinstance(self.replica_values, Copies):
+            self.replica_values = Rows(self, self._optimizer)
 
     @property
     def optimizers(self) -> list[Any]:  # type: ignore[override]
@@ -487,11 +485,11 @@ class LocalUpdates(ExtensionStage):
     @property
     def stacked(self) -> list[Variable]:
         """The variables with a row for each replica; empty unless `stack` was called."""
-        return self.seen.stacked
+        return self.replica_values.stacked
 
     def save_state(self) -> list[np.ndarray]:
         """Return the counts, and the weights and state of each replica, stacked. Collective over processes."""
-        return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_rounds)), *self.seen.states()]
+        return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_syncs)), *self.replica_values.states()]
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:
         """Continue from the arrays of `save_state`. The model already holds the mean weights.
@@ -500,9 +498,9 @@ class LocalUpdates(ExtensionStage):
         """
         count, last, *stacked = arrays
         self.count.assign(count)
-        self.last_rounds.assign(last)
+        self.last_syncs.assign(last)
         self._has_trained = True
-        self.seen.take_states(stacked)
+        self.replica_values.take_states(stacked)
 
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return non-trainable and optimizer values after one replica's step.
@@ -515,31 +513,30 @@ class LocalUpdates(ExtensionStage):
         return result[1], result[2]
 
     def _report(self) -> None:
-        """Warn if rounds were skipped since the last warning."""
-        left_out, reported = (int(ops.convert_to_numpy(v)) for v in (self.left_out, self._reported))
-        if left_out > reported:
-            self._reported.assign(left_out)
+        skipped, reported = (int(ops.convert_to_numpy(v)) for v in (self.num_skipped_syncs, self._num_reported))
+        if skipped > reported:
+            self._num_reported.assign(skipped)
             warn(
-                "A round whose mean is NaN or infinite is left out, and all replicas go on from the weights before it. "
-                f"Received: {left_out - reported} of them. Lower the learning rate, clip gradients, or use "
-                '`on_nonfinite="skip"`.',
+                "The mean weights of a sync step were NaN or infinite, so all replicas returned to the reference "
+                f"weights. Received: {skipped - reported} such sync steps. Lower the learning rate, clip "
+                'gradients, or use `on_nonfinite="skip"`.',
             )
 
     def reset(self) -> None:
-        """Restart the state that files lack. Called after loading state."""
+        """Reset state that files do not contain. Called after loading state."""
         self._has_trained = False
-        self.seen.forget()
+        self.replica_values.forget()
         if self.count is not None:
             self.count.assign(0)
-            self._start_rounds(0)
+            self._schedule_syncs(0)
             self.transport.reset()
 
 
-_TOGETHER = "together"
+_WARMUP = "warmup"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Divide positions into nonempty groups of about equal total size: largest first, into the smallest group."""
+    """Divide positions into nonempty groups of similar total size: largest first, into the smallest group."""
     groups: list[list[int]] = [[] for _ in range(number)]
     totals = [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

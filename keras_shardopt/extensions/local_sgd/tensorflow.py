@@ -1,18 +1,18 @@
-"""Local SGD steps on TensorFlow: each replica of a strategy updates its own copies of the variables."""
+"""Local SGD steps on TensorFlow."""
 
 from __future__ import annotations
 
 from keras_shardopt.backends.models import mix_in
-from keras_shardopt.extensions.local_sgd.looks import ShowsMean, TrainsApart
+from keras_shardopt.extensions.local_sgd.mixins import ResumesLocal, ShowsMean
 from keras_shardopt.fit.tensorflow.step import TrainStep
 
 
-class RoundsStep(TrainStep):
-    """A local SGD step: each replica continues from its own weights."""
+class LocalStep(TrainStep):
+    """A local SGD step: each replica of the strategy updates its own copies of the variables."""
 
     averages_statistics = False
 
     def prepare(self) -> None:
         """See `TrainStep.prepare`."""
         mix_in(self.model, ShowsMean)
-        mix_in(self.model, TrainsApart)
+        mix_in(self.model, ResumesLocal)

@@ -1,4 +1,4 @@
-"""Moving averages of the gradient noise, and their units: parts of a batch, batches, or rows."""
+"""Moving averages of gradient noise, in units of parts (of a batch), batches or rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.update.trainer_context import current_share
 
 
 class NoiseAverages:
-    """The state of `GradientNoise`. Parts are the replicas, or the micro-batches of a single one.
+    """The state of `GradientNoise`. A part is a replica, or a micro-batch of a single replica.
 
     Args:
         momentum: float. Fraction of the averages kept in each update.
@@ -23,17 +23,18 @@ class NoiseAverages:
         self._num_parts = self._num_micro_batches = 1
         self._averages: Variable = (0.0, 0.0, 0.0)
         # With accumulation, sums over the window so far: squared norms (0 with several replicas), and rows.
-        self._of_window: Variable = None
+        self._window: Variable = None
 
     def check(self, optimizer: Any) -> None:
-        """Raise ValueError if the options of a `CrossShard` break the formulas of `GradientNoise`."""
-        others = (optimizer.shard_state, optimizer.group_assignment, optimizer.extensions)
-        if any(others) or optimizer.reduction == "sum":
+        """Raise ValueError if the options of a `CrossShard` do not fit the formulas of `GradientNoise`."""
+        unsupported = (optimizer.shard_state, optimizer.group_assignment, optimizer.extensions)
+        if any(unsupported) or optimizer.reduction == "sum":
             raise ValueError(
-                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, `extensions`, "
-                f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
+                "`GradientNoise` needs the mean of whole gradients over all replicas. It does not support "
+                '`shard_state`, `extensions`, `group_assignment` or `reduction="sum"`. '
+                f"Received: {optimizer!r}. Remove these options, or `GradientNoise`."
             )
-        window = optimizer._options.gradient_accumulation_steps  # this optimizer's, not that of an inner one
+        window = optimizer._options.gradient_accumulation_steps  # without those of inner optimizers
         self._num_micro_batches = window or 1
 
     def build(self, add_variable: Callable[..., Variable]) -> None:
@@ -41,27 +42,27 @@ class NoiseAverages:
         # Averages of $|G|^2$, $S$, and $S$ times $b$. All start at 0, so their ratios need no bias correction.
         self._averages = add_variable(shape=(3,), initializer="zeros", dtype="float32", name="gradient_noise")
         if self._num_micro_batches > 1:
-            self._of_window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
+            self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
         """Add the squared norm of a micro-batch's gradient, and its rows, to the sums of the window."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
-        self._of_window.assign(ops.where(starts, now, ops.convert_to_tensor(self._of_window) + now))
+        self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
-    def of_part(self, square: Callable[[], Tensor], num_replicas: int) -> tuple[Tensor, Tensor]:
+    def mean_of_parts(self, square: Callable[[], Tensor], num_replicas: int) -> tuple[Tensor, Tensor]:
         """Return the mean squared norm of the parts here, and the number of rows per part (0 if unknown)."""
-        window: Any = None if self._of_window is None else ops.convert_to_tensor(self._of_window)
+        window: Any = None if self._window is None else ops.convert_to_tensor(self._window)
         has_parts = num_replicas == 1 and window is not None
         self._num_parts = self._num_micro_batches if has_parts else num_replicas
         rows = _num_rows() * self._num_micro_batches
-        if window is not None:  # its sums stay 0 if one program accumulates stacked gradients
+        if window is not None:  # sums stay 0 if one program accumulates stacked gradients
             rows = ops.where(window[1] > 0, window[1], rows)
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 
-    def update(self, told: Sequence[Tensor], of_mean: Tensor) -> None:
-        """Update the averages. `told`: see `GradientNoise.local`; `of_mean`: squared norm of the mean gradient."""
-        (mean, uneven, rows), parts = told, self._num_parts
-        signal, noise = parts * of_mean - mean, parts * (mean - of_mean)
+    def update(self, measured: Sequence[Tensor], mean_square: Tensor) -> None:
+        """Update the averages with the result of `GradientNoise.local` and the mean gradient's squared norm."""
+        (mean, uneven, rows), parts = measured, self._num_parts
+        signal, noise = parts * mean_square - mean, parts * (mean - mean_square)
         now = ops.stack([signal, noise, noise * rows]) / max(parts - 1, 1)
         before = ops.convert_to_tensor(self._averages)
         self._averages.assign(before + ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before)))

@@ -1,4 +1,4 @@
-"""The gradient noise scale, measured from the replicas of each update by one more all-reduce, of three numbers."""
+"""The gradient noise scale, measured in each update with an additional all-reduce of three scalars."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 class GradientNoise(Stage):
     r"""Estimates the gradient noise scale: the batch size up to which more replicas speed up training.
 
-    Let each of $N$ replicas have $b$ rows and the gradient $g_r$, with the mean $g$. Unbiased estimates are
-    $|G|^2 = \frac{N |g|^2 - \overline{|g_r|^2}}{N - 1}$ and $S = \frac{N}{N - 1} (\overline{|g_r|^2} - |g|^2)$, the
-    latter in units of $b$ rows. The noise scale is the ratio $S / |G|^2$ of their moving averages. Updates with uneven
-    rows are left out. On a single replica, the micro-batches of `gradient_accumulation_steps` replace the replicas.
+    With $N$ replicas of $b$ rows, gradients $g_r$ and their mean $g$, unbiased estimates are
+    $|G|^2 = \frac{N |g|^2 - \overline{|g_r|^2}}{N - 1}$ and $S = \frac{N}{N - 1} (\overline{|g_r|^2} - |g|^2)$, with
+    $S$ in units of $b$ rows. The noise scale is the ratio $S / |G|^2$ of their moving averages, without updates from
+    uneven batches. On a single replica, the micro-batches of `gradient_accumulation_steps` replace the replicas.
     `summaries=["gradient_noise_scale"]` adds this stage automatically; see
     [choosing a batch size](../summaries.md#choosing-a-batch-size).
 
     Args:
-        momentum: float in [0, 1), 0.95 by default. Fraction of the moving averages kept in each update.
+        momentum: float in [0, 1). Fraction of the moving averages kept in each update. Default 0.95.
 
     Raises:
-        TypeError, ValueError: if `momentum` is not such a number; by `CrossShard`, if its options break the formulas.
+        TypeError, ValueError: if `momentum` is invalid; by `CrossShard`, if its options do not fit the formulas.
 
     Example:
         >>> import keras_shardopt as ks
@@ -46,7 +46,7 @@ class GradientNoise(Stage):
         self._averages = NoiseAverages(self.momentum)
 
     def check(self, optimizer: Any) -> None:
-        """Raise ValueError if the options of `optimizer` break the formulas."""
+        """Raise ValueError if the options of `optimizer` do not fit the formulas."""
         self._averages.check(optimizer)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -58,7 +58,7 @@ class GradientNoise(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Average over replicas: squared norm of the gradient, whether rows are uneven (> 0), rows per part."""
-        square, rows = self._averages.of_part(lambda: _squared_norm(step), comm.num_replicas)
+        square, rows = self._averages.mean_of_parts(lambda: _squared_norm(step), comm.num_replicas)
         own = ops.stack([square, ops.cast(abs(step.weight * step.row_share - 1) > 1e-5, "float32"), rows])
         return step.replace(notes={**step.notes, "noise": comm.all_reduce([own], "mean")[0]})
 
@@ -69,7 +69,7 @@ class GradientNoise(Stage):
 
     noise_scale = property(lambda self: self._averages.in_parts(), doc="In units of one replica's rows; see `in_rows`.")
     in_batches = property(lambda self: self._averages.in_batches(), doc="In units of all rows of an update.")
-    in_rows = property(lambda self: self._averages.in_rows(), doc="In rows; NaN where no prepared model is fit.")
+    in_rows = property(lambda self: self._averages.in_rows(), doc="In rows; NaN outside of a prepared model's `fit`.")
 
     def get_config(self) -> dict[str, Any]:
         """See `Stage.get_config`."""

@@ -16,8 +16,8 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.extensions.local_sgd.apart import _variables_of
-from keras_shardopt.extensions.local_sgd.looks import local_updates_in
+from keras_shardopt.extensions.local_sgd.mixins import local_updates_in
+from keras_shardopt.extensions.local_sgd.replica_values import _variables_of
 from keras_shardopt.extensions.local_sgd.stage import fragments_of
 
 EPOCHS = 5
@@ -256,7 +256,7 @@ def lived(replicas, name):
     local = local_updates_in([model.optimizer])[0]
     x, y = uneven.data()
     model.fit(x[:16], y[:16], batch_size=16, epochs=1, verbose=0)
-    return [keras.ops.convert_to_numpy(v) for v in [*local.anchors, *fresh.trainable_variables]]
+    return [keras.ops.convert_to_numpy(v) for v in [*local.references, *fresh.trainable_variables]]
 
 
 LIVES = (
@@ -286,13 +286,13 @@ def with_nan(replicas, name):
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     optimizer, weights = model.optimizer, model.get_weights()
     clean, rows = uneven.data()
-    left_out = int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].left_out))
+    left_out = int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].num_skipped_syncs))
     model.fit(clean, rows, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     return {
         "weights": weights,
         "later": model.get_weights(),
         "left_out": left_out,
-        "left_out_later": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].left_out)),
+        "left_out_later": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].num_skipped_syncs)),
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
         "count": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].count)),
         "differ": replicas.largest_difference(model),

@@ -995,7 +995,7 @@ def what_is_raised_while_coding_reaches_the_user(scope):
                     step()
                 except RuntimeError as again:
                     assert f"{type(error).__name__}: too odd" in str(again), again
-                    assert "coding them has failed" in str(again), again
+                    assert "encoding them failed" in str(again), again
                 else:
                     raise AssertionError("goes on")
                 assert all((a == b).all() for a, b in zip(before, model.get_weights()))

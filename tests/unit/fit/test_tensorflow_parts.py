@@ -293,7 +293,7 @@ def _synchronized():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kind": OwnStep}, "Keras' own `train_step`"),
+        ({"kind": OwnStep}, "custom `train_step`"),
         ({"run_eagerly": True}, "run_eagerly=True"),
         ({"kind": OwnMetrics}, r"\['largest'\]"),
         ({"layers": _counting}, "a change of variable"),
@@ -314,7 +314,7 @@ def test_what_would_not_be_right_is_refused_before_anything_is_changed(arguments
 def test_a_dataset_that_is_divided_already_is_refused():
     with compiled(2) as model:
         divided = model.distribute_strategy.experimental_distribute_dataset(_dataset())
-        with pytest.raises(ValueError, match="divided already"):
+        with pytest.raises(ValueError, match="already divided"):
             model.fit(divided, steps_per_epoch=2, shuffle=False, verbose=0)
 
 
@@ -328,7 +328,7 @@ def test_several_workers_are_refused(monkeypatch):
 
 
 def test_a_step_that_is_called_by_itself_is_refused():
-    with compiled(2) as model, pytest.raises(ValueError, match="called by itself"):
+    with compiled(2) as model, pytest.raises(ValueError, match="direct call of a step"):
         model.distribute_strategy.run(model.train_step, args=((X, Y),))
 
 

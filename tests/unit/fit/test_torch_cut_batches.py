@@ -29,9 +29,9 @@ def session():
 
 @pytest.fixture
 def cut(session):
-    from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
+    from keras_shardopt.extensions.equal_bits.torch_batches import KeptState
 
-    return CutBatches(session.model)
+    return KeptState(session.model)
 
 
 def test_another_optimizer_in_a_running_call_has_another_number_of_parts(session):

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_refused(arguments, words):
 def test_an_outer_optimizer_moves_the_weights_of_one_optimizer():
     rounds = ks.LocalSGD(2, outer_optimizer=sgd())
     ks.CrossShard("adam", extensions=[rounds]).build([keras.Variable([1.0])])
-    with pytest.raises(ValueError, match="`outer_optimizer` must be a new optimizer"):
+    with pytest.raises(ValueError, match="`outer_optimizer` must be a new Keras optimizer"):
         ks.CrossShard("adam", extensions=[rounds])
 
 

@@ -1,6 +1,6 @@
 """Batches in parts on TensorFlow: each replica receives the rows of its parts, and the row count of the whole batch.
 
-A strategy divides a batch depending on the number of replicas. The rows of a part must not depend on it.
+A strategy would divide a batch differently for each number of replicas.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Rows:
         return rows_from(self.batch, 0, stop - start)
 
 
-def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_parts: int) -> Any:
+def divide_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_parts: int) -> Any:
     """Divide a dataset of whole batches among the replicas. The result has one element per replica and batch."""
     num_replicas = strategy.num_replicas_in_sync
     spec = spec_of(dataset.element_spec)
 
     def rows(batch: Sequence[Any], replica: Any) -> Any:
         tensors = tensors_of(batch)
-        return _cut(restored(spec, tensors), spec, num_parts, num_replicas, tf.cast(replica, tf.int32))
+        return _rows_of_replica(restored(spec, tensors), spec, num_parts, num_replicas, tf.cast(replica, tf.int32))
 
     def of_replicas(*batch: Any) -> tf.data.Dataset:
         return tf.data.Dataset.range(num_replicas).map(lambda replica: rows(batch, replica))
@@ -53,13 +53,13 @@ def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_
     return strategy.distribute_datasets_from_function(lambda _: dataset.flat_map(of_replicas))
 
 
-def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> Any:
+def divide_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> Any:
     """Divide one batch of `train_on_batch` among the replicas."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), batch
     )
     spec, num_replicas = spec_of(batch), strategy.num_replicas_in_sync
-    parts = [_cut(batch, spec, num_parts, num_replicas, tf.constant(i)) for i in range(num_replicas)]
+    parts = [_rows_of_replica(batch, spec, num_parts, num_replicas, tf.constant(i)) for i in range(num_replicas)]
     if num_replicas == 1:
         return parts[0]
     return tf.nest.map_structure(
@@ -70,8 +70,8 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> A
     )
 
 
-def is_cut(data: Any) -> bool:
-    """Whether `cut_dataset` or `cut_batch` created this."""
+def is_divided(data: Any) -> bool:
+    """Whether `divide_dataset` or `divide_batch` created this."""
     return isinstance(data, dict) and _ALL_ROWS in data
 
 
@@ -79,12 +79,12 @@ def rows_of(data: Any) -> Rows:
     """Return the `Rows` of a step's data.
 
     Raises:
-        ValueError: if `cut_dataset` or `cut_batch` did not create the data.
+        ValueError: if `divide_dataset` or `divide_batch` did not create the data.
     """
-    if not is_cut(data):
+    if not is_divided(data):
         raise ValueError(
             "`VirtualReplicas` needs `fit`, `evaluate`, `train_on_batch` or `test_on_batch` of a prepared model, "
-            "which cut each batch into parts. Received: a step that is called by itself. Leave `VirtualReplicas` out."
+            "because these divide batches into parts. Received: a direct call of a step. Remove `VirtualReplicas`."
         )
     ((key, tensors),) = [(key, value) for key, value in data.items() if key != _ALL_ROWS]
     return Rows(restored(_SPECS[key], tensors), data[_ALL_ROWS])
@@ -95,7 +95,7 @@ def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 
-def _cut(batch: Any, spec: Any, num_parts: int, num_replicas: int, replica: tf.Tensor) -> Any:
+def _rows_of_replica(batch: Any, spec: Any, num_parts: int, num_replicas: int, replica: tf.Tensor) -> Any:
     all_rows, each = tf.convert_to_tensor(num_rows(batch)), num_parts // num_replicas
     start = start_of_part(all_rows, num_parts, replica * each)
     stop = start_of_part(all_rows, num_parts, (replica + 1) * each)

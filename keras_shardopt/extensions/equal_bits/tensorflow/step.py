@@ -1,16 +1,15 @@
-"""The TensorFlow step of `VirtualReplicas`: it computes a replica's parts of a batch one by one.
+"""The TensorFlow step of `VirtualReplicas`: it computes a replica's parts of a batch one after another.
 
-TensorFlow's graph optimizer (Grappler) rewrites arithmetic depending on its surroundings, so a part would round
-differently on another number of replicas. So each part is a separate function that is not inlined, and the arithmetic
-rewriting is off while the step is traced and run. Changes of metrics and moving statistics are summed in the same
-binary tree as gradients.
+TensorFlow's graph optimizer (Grappler) rewrites arithmetic depending on its surroundings, so rounding would depend on
+the number of replicas. Therefore each part is a separate function without inlining, and arithmetic rewriting is off
+while the step is traced and run. Changes of metrics and moving statistics are summed in the same binary tree as
+gradients.
 
 Private names of Keras touched here (a test holds each of them):
-    `Trainer._compute_loss`, `Trainer._loss_tracker` - what Keras' own steps compute and keep of a loss.
+    `Trainer._compute_loss`, `Trainer._loss_tracker` - the loss and its metric in Keras' steps.
     `Model._symbolic_build` - builds a model, its metrics and its optimizer from the shapes of a batch.
-
-Of TensorFlow: `tensorflow.python.eager.context.context`, whose `_optimizer_experimental_options` and
-`function_call_options` - what functions are optimized with.
+Private names of TensorFlow: `tensorflow.python.eager.context.context` with `_optimizer_experimental_options` and
+    `function_call_options` - the options that functions are optimized with.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from keras_shardopt.extensions.equal_bits.stage import (
 )
 from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     Rows,
-    cut_batch,
-    cut_dataset,
-    is_cut,
+    divide_batch,
+    divide_dataset,
+    is_divided,
     rows_of,
     start_of_part,
 )
@@ -73,7 +72,7 @@ class PartsStep(TrainStep):
         """The number of parts of a batch.
 
         Raises:
-            ValueError: if the parts cannot be computed one after another.
+            ValueError: if the model or strategy does not support parts.
         """
         model = self.model
         num_parts = num_parts_of(model)
@@ -81,19 +80,19 @@ class PartsStep(TrainStep):
         is_several = strategy.num_replicas_in_sync > 1
         if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
             raise ValueError(
-                "`VirtualReplicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
-                f"Received: {type(strategy).__name__}, VirtualReplicas({num_parts}). Leave `VirtualReplicas` out."
+                "On TensorFlow, `VirtualReplicas` needs a `MirroredStrategy`, with the devices of one machine. "
+                f"Received: {type(strategy).__name__}, VirtualReplicas({num_parts}). Remove `VirtualReplicas`."
             )
         if not has_built_in_step(model):
             raise ValueError(
-                "`VirtualReplicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of "
-                f"a batch. Received: {type(model).__name__}.train_step, VirtualReplicas({num_parts}). Use the built-in "
-                "`train_step`, perhaps with a custom `compute_loss`, or leave `VirtualReplicas` out."
+                "On TensorFlow, `VirtualReplicas` does not support a custom `train_step`. "
+                f"Received: {type(model).__name__}.train_step, VirtualReplicas({num_parts}). Use the built-in "
+                "`train_step`, perhaps with a custom `compute_loss`, or remove `VirtualReplicas`."
             )
         if model.run_eagerly:
             raise ValueError(
-                "`VirtualReplicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
-                f"other last digits. Received: run_eagerly=True, VirtualReplicas({num_parts}). Leave one of them out."
+                "`VirtualReplicas` needs steps that TensorFlow compiles to graphs, because eager operations round "
+                f"differently. Received: run_eagerly=True, VirtualReplicas({num_parts}). Remove one of them."
             )
         parts_of_each(num_parts, strategy.num_replicas_in_sync)
         install("randomness")
@@ -109,13 +108,13 @@ class PartsStep(TrainStep):
 
     def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
         """See `TrainStep.distribute`."""
-        return cut_dataset(strategy, dataset, self.num_parts)
+        return divide_dataset(strategy, dataset, self.num_parts)
 
     def check_dataset(self, dataset: Any) -> None:
-        """See `TrainStep.check_dataset`. Called for datasets that a strategy has divided."""
+        """See `TrainStep.check_dataset`."""
         raise ValueError(
-            "`VirtualReplicas` cuts whole batches into parts. Received: a dataset that a strategy has divided "
-            f"already, VirtualReplicas({self.num_parts}). Give `fit` the dataset itself."
+            "`VirtualReplicas` divides whole batches into parts. Received: a dataset that a strategy has already "
+            f"divided, VirtualReplicas({self.num_parts}). Pass the original dataset to `fit`."
         )
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -139,7 +138,7 @@ class PartsStep(TrainStep):
 def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
     """Call `function(iterator)` with batches in parts, without arithmetic rewriting."""
     if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-        iterator = (batch if is_cut(batch) else cut_batch(strategy, batch, num_parts) for batch in iterator)
+        iterator = (batch if is_divided(batch) else divide_batch(strategy, batch, num_parts) for batch in iterator)
     with without_rewriting():
         return function(iterator)
 
@@ -151,10 +150,10 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
     places = work.places(replicas)
     try:
-        sums, found = _added_up(work.function_of_part(()), places)
+        sums, found = _sum_of_parts(work.function_of_part(()), places)
     except NotCountedError:
-        counts, _ = _added_up(work.function_that_counts(), places)
-        sums, found = _added_up(work.function_of_part(tree.all_reduce(counts, "sum")), places)
+        counts, _ = _sum_of_parts(work.function_that_counts(), places)
+        sums, found = _sum_of_parts(work.function_of_part(tree.all_reduce(counts, "sum")), places)
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
     if trains and not work.variables:
@@ -170,7 +169,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     return logs
 
 
-def _added_up(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
     """Call a function of a part for each of this replica's parts. Return the total of its `sums`, and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
@@ -180,7 +179,7 @@ def _added_up(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list
 
 
 class _Work:
-    """The computation of a replica's parts of a batch, and the rules that combine the variables that they change.
+    """Computes a replica's parts of a batch, and combines the variables that the parts change.
 
     Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
     add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
@@ -292,29 +291,27 @@ class _Work:
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
         # Without rows, `_unless_empty` replaces all results by zeros.
-        grads, found_inf = self.stage.weighted(self.stage.seen(step, part).replace(row_share=1.0))
+        grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
     def _changes(self, scope: ScopeInScope, before: Any) -> list[Tensor]:
-        """Return the changes of the metric and moving variables, to be summed over parts."""
-
         def change(variable: Variable) -> Tensor:
             return tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
 
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Keep only assigned variables (frozen weights are not). Raise ValueError if other variables were assigned."""
+        """Keep only assigned variables (not frozen weights). Raise ValueError if other variables were assigned."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
         self._moving, self._same = ([v for v in each if id(v) in assigned] for each in (self._moving, self._same))
         if others:
             raise ValueError(
-                "With `VirtualReplicas` a step on a part of a batch may change metrics and variables of layers that "
-                f"are not trained. Received: a change of {', '.join(others)}. Make it a weight of a layer with "
-                "`trainable=False`; for random numbers without a seed, give the layer a `keras.random.SeedGenerator`; "
-                "or leave `VirtualReplicas` out."
+                "With `VirtualReplicas`, a step may change only metrics and non-trainable variables of layers. "
+                f"Received: a change of {', '.join(others)}. Make it a layer's weight with `trainable=False`. For "
+                "random numbers without a seed, give the layer a `keras.random.SeedGenerator`. "
+                "Or remove `VirtualReplicas`."
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
@@ -342,9 +339,9 @@ class _Work:
             logs = self._model.get_metrics_result()
         if not logs.keys() >= set(self._returned):
             raise ValueError(
-                "With `VirtualReplicas` `compute_metrics` must return results of metrics, which add up over parts. "
-                f"Received: {sorted(set(self._returned) - logs.keys())}. Make each of these a `keras.metrics.Metric` "
-                "of the model, or leave `VirtualReplicas` out."
+                "With `VirtualReplicas`, `compute_metrics` must return only results of metrics, because other values "
+                f"cannot be combined. Received: {sorted(set(self._returned) - logs.keys())}. Make each of these a "
+                "`keras.metrics.Metric` of the model, or remove `VirtualReplicas`."
             )
         return {name: logs[name] for name in self._returned}
 
@@ -357,7 +354,7 @@ def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors of a part, not copied; or zeros if it has no rows, because the tensors may hold anything."""
+    """Return the tensors of a part without copies, or zeros if it has no rows."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return list(tensors)
@@ -375,8 +372,8 @@ def _without_xla(model: Any) -> Iterator[None]:
     before = model.jit_compile
     if before:
         warn(
-            "With `VirtualReplicas` TensorFlow's steps are not compiled with XLA, which gives equal operations other "
-            f"last digits. Received: jit_compile=True, for the model `{model.name}`. Use "
+            "With `VirtualReplicas` TensorFlow's steps are not compiled with XLA, because XLA rounds differently "
+            f"in each program. Received: jit_compile=True, for the model `{model.name}`. Use "
             "`model.compile(..., jit_compile=False)`.",
         )
         model.jit_compile = False
@@ -387,10 +384,10 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 class _CallOptions:
-    """The call options of functions: TensorFlow's (`theirs`), and the same without arithmetic rewriting (`ours`)."""
+    """Call options of functions: TensorFlow's (`default`), and without arithmetic rewriting (`modified`)."""
 
-    theirs: Any = None
-    ours: Any = None
+    default: Any = None
+    modified: Any = None
 
 
 _options = _CallOptions()
@@ -401,12 +398,12 @@ def without_rewriting() -> Iterator[None]:
     """Optimize functions called in this block without arithmetic rewriting."""
     context = tf_context.context()
     options, calls = context._optimizer_experimental_options, context.function_call_options
-    if calls is not _options.theirs:
-        _options.theirs, _options.ours = calls, None
+    if calls is not _options.default:
+        _options.default, _options.modified = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.ours  # None: the getter creates them from the options above
+    context.function_call_options = _options.modified  # None: the getter creates them from the options above
     try:
-        _options.ours = context.function_call_options
+        _options.modified = context.function_call_options
         yield
     finally:
         context._optimizer_experimental_options = options

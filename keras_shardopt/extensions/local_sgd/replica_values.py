@@ -21,7 +21,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Copies:
-    """Per-replica values in copies of each variable (processes, or devices of a TensorFlow strategy).
+    """Per-replica values for replicas with a copy of each variable (processes, devices of a TensorFlow strategy).
 
     Args:
         stage: the `LocalUpdates`.
@@ -44,10 +44,10 @@ class Copies:
         """Replace the copies of all differing variables by their mean."""
         if self.is_shown:
             return
-        positions = self._stage.apart()
+        positions = self._stage.unsynced()
         weights, trained = self._stage.weights(), self._optimizer._trainable_variables
         variables = [*[weights[i] for i in positions], *self._stage.averages(positions)]
-        variables += self._stage.statistics_apart()
+        variables += self._stage.unsynced_statistics()
         counters = [] if replicas_are_processes() or not self._stage.skips else _counters(self._stage)
         if not variables and not counters:
             return
@@ -74,24 +74,25 @@ class Copies:
         return [_mean(np.stack(copies)) for copies in own]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Restore the copies. If other weights were set in between, keep these and begin a new round."""
+        """Restore the copies. If other weights were set in between, keep these and restart from them."""
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            # Setting only statistics or counters begins no new round.
+            # Setting only statistics or counters does not restart.
             statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
-            is_anew = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
+            is_restart = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
             for (variable, own, _), is_left in zip(shown, left):
-                if is_left and (not is_anew or id(variable) in statistics):
+                if is_left and (not is_restart or id(variable) in statistics):
                     placement.assign_replica_values(variable, own)
-            if is_anew:
-                self._stage.begin_anew()
+            if is_restart:
+                self._stage.restart()
         elif begins_epoch:
-            apart = set(self._stage.apart())
-            for i, (anchor, weight) in enumerate(zip(self._stage.anchors, self._stage.weights())):
-                if i not in apart:
-                    placement.assign_replica_values(anchor, [placement.replica_values(weight)[0].astype(anchor.dtype)])
+            unsynced = set(self._stage.unsynced())
+            for i, (reference, weight) in enumerate(zip(self._stage.references, self._stage.weights())):
+                if i not in unsynced:
+                    value = placement.replica_values(weight)[0].astype(reference.dtype)
+                    placement.assign_replica_values(reference, [value])
 
     def forget(self) -> None:
         """Drop the copies."""
@@ -107,10 +108,10 @@ class Copies:
         return [np.stack(copies) for copies in mine]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set the values of each replica; those of weights when training resumes. `arrays` is from `states`."""
+        """Set each replica's values from `states`. Weights are set when training resumes."""
         stage = self._stage
         weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
-        weights |= {id(v) for v in [*stage.averages(range(len(stage.anchors))), *stage.statistics]}
+        weights |= {id(v) for v in [*stage.averages(range(len(stage.references))), *stage.statistics]}
         self.forget()
         for variable, rows in zip(self._variables(), arrays, strict=True):
             copies = placement.replica_values(variable)
@@ -133,7 +134,7 @@ class Copies:
 
 def _variables_of(stage: Any, optimizer: Optimizer) -> list[Variable]:
     """Return the variables that may differ between replicas, in the order of backups."""
-    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.put_back]
+    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.restored]
     return list({id(variable): variable for variable in kinds}.values())
 
 
@@ -142,10 +143,10 @@ def _counters(stage: Any) -> list[Variable]:
 
 
 class Rows:
-    """Per-replica values in additional variables with a row per replica, for one program with one copy of variables.
+    """Per-replica values in additional variables with a row per replica, for programs with one copy of variables.
 
     Weights, state of inner optimizers and moving statistics have rows. A trainer updates each replica's row. The
-    model's own weights keep the value of the last round.
+    model's weights keep the value of the last sync step.
 
     Args:
         stage: the `LocalUpdates`.
@@ -176,13 +177,13 @@ class Rows:
         # The model's weights (None: rows are stale) and moving statistics when last shown or resumed.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
-        self._has_anchors = False  # whether the model holds the anchors (since `resume`), not the mean (since `show`)
+        self._has_references = False  # the model has the reference weights (after `resume`), not the mean
 
     def show(self) -> None:
-        """Assign the mean of its rows to each weight and statistic, the largest to counters, the first to others."""
-        if self._seen is None or not self._has_anchors:  # already shown, or other weights were set
+        """Assign the mean of rows to weights and statistics, the largest to counters, the first to other variables."""
+        if self._seen is None or not self._has_references:  # already shown, or other weights were set
             return
-        positions = self._stage.apart()
+        positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
         joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # these already hold the mean
         for variable, rows in zip(self.of, self.stacked):
@@ -194,31 +195,31 @@ class Rows:
         for i in positions:
             if trained[i] is not weights[i]:  # round the mean of master weights, instead of averaging rounded ones
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
-        self._look()
-        self._has_anchors = False
+        self._remember()
+        self._has_references = False
 
-    def _look(self) -> None:
+    def _remember(self) -> None:
         self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables]
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Fill all rows if stale; those of all weights if any weight was set; those of statistics that were set."""
+        """Fill rows from variables: all if stale, all weights if a weight was set, and statistics that were set."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
-        left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
-        is_known = self._has_anchors and all(map(_is_same, left, now))
+        left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]  # by steps
+        is_known = self._has_references and all(map(_is_same, left, now))
         is_known |= not is_stale and all(map(_is_same, self._seen or (), now))
         statistics = zip(self._stage.statistics, self._seen_statistics)
         chosen = {id(v) for v, seen in statistics if not _is_same(seen, ops.convert_to_numpy(v))}
         if not is_stale and not is_known:
             chosen |= {id(v) for v in [*trained, *self._stage.unsent]}
-            self._stage.begin_anew()
+            self._stage.restart()
         for variable, rows in zip(self.of, self.stacked):
             if is_stale or id(variable) in chosen:
                 rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
-        self._look()
-        self._has_anchors = True
+        self._remember()
+        self._has_references = True
 
     def forget(self) -> None:
         """Mark rows as stale, because other values were loaded."""
@@ -244,7 +245,7 @@ class Rows:
                 stacked[id(variable)].assign(array)
             elif id(variable) not in trained:  # trained variables already hold the mean
                 variable.assign(array[0])
-        self._look()
+        self._remember()
         self._seen = self._seen if fits else None
 
 
