@@ -109,7 +109,7 @@ def test_a_round_that_is_not_finite_is_left_out(world):
     found = world.run(apart.with_nan, 2, "ignore", of=NONFINITE)
     assert (found["left_out"], found["count"]) == (1, 8)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
-    assert len(found["warned"]) == 1 and "1 of them" in found["warned"][0]
+    assert len(found["warned"]) == 1 and "1 such" in found["warned"][0]
     # The first round was made, and the weights are no longer those of the start.
     assert not np.allclose(found["weights"][0], problem.start_weights()[0], atol=1e-3)
     # On no replica is anything left of it, so that the next rounds are made.

@@ -41,12 +41,7 @@ def transport_of(codec: Compression, context: StageContext) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Stores the residuals of error feedback, and the initial factors of the next reduction.
-
-    Args:
-        codec: the gradient codec.
-        context: the optimizer.
-    """
+    """Stores the residuals of error feedback, and the initial factors of the next reduction."""
 
     divides_along_axes = False
     early_in_slices = False
@@ -143,14 +138,7 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """One reduction of coded gradients.
-
-    Args:
-        comm: the replicas.
-        kept: the transport with the residuals and factors of the last reduction.
-        reduction: the contribution of this replica.
-        context: the optimizer.
-    """
+    """One reduction of coded gradients. `kept` has the residuals and factors of the last reduction."""
 
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)

@@ -170,12 +170,6 @@ class _Parts:
 
     Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
     add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
-
-    Args:
-        model: the model.
-        distribution: the devices; None for one device.
-        data: the batch.
-        num_parts: the number of parts.
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
@@ -338,12 +332,7 @@ def _not_fused(values: Any, num_rounds: Tensor) -> Any:
 
 
 class PartsStep(TrainStep):
-    """The step on each replica's parts of a batch.
-
-    Args:
-        model: the model.
-        reducers: each `CrossShard` of it.
-    """
+    """The step on each replica's parts of a batch."""
 
     stacks_windows = False
     is_reduced = True

@@ -193,12 +193,7 @@ def _tree_sum(rows: Tensor) -> Tensor:
 
 
 class SumOfParts(ExtensionStage):
-    """Sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas.
-
-    Args:
-        num_parts: the number of parts of a batch, a power of two.
-        context: the optimizer.
-    """
+    """Sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas."""
 
     keeps_bits = True
 
@@ -284,12 +279,7 @@ class SumOfParts(ExtensionStage):
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """Return the step of the last part with the gradients of all parts of all replicas.
-
-        Args:
-            step: a step with the sums over this replica's parts.
-            comm: all replicas.
-        """
+        """Sum gradients over replicas. `step` has the sums over this replica's parts."""
         if self._reducer is None:
             self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)

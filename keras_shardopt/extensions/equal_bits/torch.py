@@ -134,11 +134,7 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
 
 
 class PartsStep(TrainStep):
-    """The step on each of this rank's parts of a batch.
-
-    Args:
-        session: the `Session` of the model.
-    """
+    """The step on each of this rank's parts of a batch."""
 
     logs_are_global = True
     runs_alone = True

@@ -10,11 +10,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
 class KeptState:
-    """Values kept between the batches of one model.
-
-    Args:
-        model: the model.
-    """
+    """Values kept between the batches of one model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

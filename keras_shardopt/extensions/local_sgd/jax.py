@@ -60,10 +60,6 @@ class _LocalStep:
     """A step in which each replica updates its rows of weights and state, with its rows of the batch.
 
     Inside the `shard_map`, a variable with rows has the value of its row. Outside, it changes only when read.
-
-    Args:
-        model: the model.
-        all_rows: the number of rows of the batch.
     """
 
     def __init__(self, model: Any, all_rows: int) -> None:

@@ -21,11 +21,6 @@ class OwnGradients(AllReduce):
     """Returns each replica's own gradients, weighted by rows as for uneven batches. In a warm-up, returns their mean.
 
     The check for NaN covers this replica's gradients only.
-
-    Args:
-        context: the `CrossShard`.
-        options: its options.
-        stage: the `LocalUpdates`. Its `is_warmup` is True in a warm-up.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:

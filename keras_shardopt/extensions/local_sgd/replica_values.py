@@ -21,12 +21,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Copies:
-    """Per-replica values for replicas with a copy of each variable (processes, devices of a TensorFlow strategy).
-
-    Args:
-        stage: the `LocalUpdates`.
-        optimizer: the `CrossShard`.
-    """
+    """Per-replica values for replicas with a copy of each variable (processes, devices of a TensorFlow strategy)."""
 
     def __init__(self, stage: Any, optimizer: CrossShardProtocol) -> None:
         self._stage = stage
@@ -147,10 +142,6 @@ class Rows:
 
     Weights, state of inner optimizers and moving statistics have rows. A trainer updates each replica's row. The
     model's weights keep the value of the last sync step.
-
-    Args:
-        stage: the `LocalUpdates`.
-        optimizer: the `CrossShard`.
     """
 
     is_shown = True

@@ -91,7 +91,7 @@ class LocalSGD(Extension):
             more = [f"{name}={value!r}" for name, value in arguments.items()]
             raise ValueError(
                 "`outer_optimizer`, `sync_fragments` and `sync_warmup` require `sync_every`. "
-                f"Received: {', '.join(more)} without it. Use for example "
+                f"Received: {', '.join(more)} without `sync_every`. Use for example "
                 "`extensions=[LocalSGD(every=50, outer_optimizer=...)]`."
             )
         return cls(**{cls._new_name(name): value for name, value in arguments.items()})

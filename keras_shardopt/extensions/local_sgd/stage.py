@@ -43,13 +43,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class LocalUpdates(ExtensionStage):
-    """Runs local updates with each replica's own gradients, and sync steps that average the weights.
-
-    Args:
-        settings: the `LocalSGD` object that users passed.
-        options: the options of the `CrossShard`.
-        context: the `CrossShard`.
-    """
+    """Runs local updates with each replica's own gradients, and sync steps that average the weights."""
 
     keeps_state = True
 

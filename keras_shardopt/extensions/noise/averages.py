@@ -12,11 +12,7 @@ from keras_shardopt.update.trainer_context import current_share
 
 
 class NoiseAverages:
-    """The state of `GradientNoise`. A part is a replica, or a micro-batch of a single replica.
-
-    Args:
-        momentum: float. Fraction of the averages kept in each update.
-    """
+    """The state of `GradientNoise`. A part is a replica, or a micro-batch of a single replica."""
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum

@@ -296,7 +296,7 @@ def with_nan(replicas, name):
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
         "count": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].count)),
         "differ": replicas.largest_difference(model),
-        "warned": [str(each.message) for each in caught if "round" in str(each.message)],
+        "warned": [str(each.message) for each in caught if "sync step" in str(each.message)],
     }
 
 

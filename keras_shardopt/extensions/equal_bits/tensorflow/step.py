@@ -183,12 +183,6 @@ class _Work:
 
     Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
     add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
-
-    Args:
-        model: the model.
-        data: the rows of these parts.
-        num_parts: the number of parts of the batch.
-        trains: whether to compute gradients.
     """
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
@@ -216,11 +210,7 @@ class _Work:
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return the function that computes the gradients and variable changes of a part.
-
-        Args:
-            counted: the counts of all parts that losses divide by, in the order of their use.
-        """
+        """Return the function that computes gradients and variable changes of a part. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
