@@ -656,7 +656,7 @@ def groups_of_other_sizes_are_refused_on_every_rank(scope):
     model = problem.model()
     optimizer = ks.CrossShard("sgd", group_assignment=[[0, 1]])
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
-    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "where there are 4")
+    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "but the program has 4")
 
 
 @check
