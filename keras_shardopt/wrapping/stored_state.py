@@ -110,6 +110,12 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
             optimizer.build(variables)
 
 
+def warn_if_read_early(optimizer: StoredOptimizer) -> None:
+    """Warn if counters and rates are not yet those of the file, because the optimizer is not built."""
+    if optimizer._loaded is not None:
+        warn("Call `optimizer.build(variables)` in every process before you read loaded state. Received: not built.")
+
+
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
     """Assign each variable its array, after checking that all arrays fit."""
     _check_fits(optimizer, store, variables)

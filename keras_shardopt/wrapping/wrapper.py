@@ -49,6 +49,7 @@ from keras_shardopt.wrapping.stored_state import (
     load_deferred,
     named_store,
     portable,
+    warn_if_read_early,
 )
 from keras_shardopt.wrapping.trackable import InCheckpoints
 
@@ -365,11 +366,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     @property
     def iterations(self) -> keras.Variable:
         """The number of updates so far."""
+        warn_if_read_early(self)
         return self.inner.iterations
 
     @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate. It can be assigned."""
+        warn_if_read_early(self)
         return self.inner.learning_rate
 
     @learning_rate.setter

@@ -110,6 +110,16 @@ def main():
         values = {f"variable{i}": array for i, array in enumerate(arrays)}
         np.savez(folder / "results.npz", **metrics, **values, history=history["loss"])
 
+    # What is loaded can be read when all processes have built the optimizer.
+    again = compiled()
+    again.load_weights(folder / "model.weights.h5")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert again.optimizer.iterations.value == 0
+        again.optimizer.build(again.trainable_variables)
+        assert again.optimizer.iterations.value == problem.NUM_STEPS
+    assert [str(each.message)[:5] for each in caught] == ["Call "] * scope.is_chief
+
     divided_state(scope, x, y, mine)
 
     # A bit that flips on one device of one process is found by both.
@@ -164,11 +174,13 @@ def main():
     # Each `fit` of a prepared model begins with the values of process 0, and says so.
     check.set_model(other)
     other.jax_state_sync()
-    for device in range(2):
-        flips.change(other.trainable_variables[0], device, spoil)
-    refused(check.check, RuntimeError, "on replicas 0 and 1 against replicas 2 and 3")
+    spoiled = [other.trainable_variables[0], None, other.optimizer.variables[2]]
     said = []
-    for _ in range(2):
+    for variable in spoiled:
+        if variable is not None:
+            for device in range(2):
+                flips.change(variable, device, spoil)
+            refused(check.check, RuntimeError, "on replicas 0 and 1 against replicas 2 and 3")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             kept = keras.callbacks.ModelCheckpoint(folder / "kept.weights.h5", save_weights_only=True)
@@ -179,8 +191,9 @@ def main():
             [str(each.message) for each in caught if "must begin an epoch with equal values" in str(each.message)]
         )
         check.check()
-    assert [len(words) for words in said] == [int(scope.is_chief), 0], said
-    assert not scope.is_chief or other.trainable_variables[0].path in said[0][0]
+    assert [len(words) for words in said] == [int(scope.is_chief and v is not None) for v in spoiled], said
+    for variable, words in zip(spoiled, said):
+        assert not words or variable.path in words[0]
     with h5py.File(folder / "kept.weights.h5") as file:  # by process 0, which the others have waited for
         assert len(file) > 0
 
