@@ -257,7 +257,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
     """Yield packed batches for a step. Unpacked batches, from `train_on_batch`, are this worker's part."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
-        if not (is_divided or is_packed(batch)):
+        if not is_divided:
             batch = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
             spec = common_spec(gather_objects(spec_of(batch), "gives a batch"))
             _, num_local = local_replicas(model.distribute_strategy)
