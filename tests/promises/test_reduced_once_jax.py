@@ -493,6 +493,20 @@ def test_replicas_are_counted_within_their_groups():
     np.testing.assert_array_equal(run(np.zeros(4)), [0, 0, 1, 1])
 
 
+def test_where_jax_knows_what_varies_groups_reduce_their_own():
+    from keras_shardopt.backends.jax.communicator import MappedAxis
+
+    def on_replica(mine):
+        group = MappedAxis("batch").split(GROUPS)
+        return {op: group.all_reduce([mine], op)[0] for op in ("sum", "mean", "max")}
+
+    run = jax.shard_map(on_replica, mesh=mesh(4), in_specs=P("batch"), out_specs=P("batch"), check_vma=True)
+    found = run(np.array([1.0, 2.0, 4.0, 8.0]))
+    np.testing.assert_array_equal(found["sum"], [9, 6, 6, 9])
+    np.testing.assert_array_equal(found["mean"], [4.5, 3, 3, 4.5])
+    np.testing.assert_array_equal(found["max"], [8, 4, 4, 8])
+
+
 @pytest.mark.exhaustive
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
     real = global_gradients

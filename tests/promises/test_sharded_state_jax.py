@@ -149,12 +149,12 @@ def test_replicas_are_compared_without_what_is_divided():
 def test_a_models_own_layout_is_kept():
     devices = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
     layout_map = keras.distribution.LayoutMap(devices)
-    layout_map[".*hidden/kernel"] = (None, "model")
+    layout_map[".*hidden/kernel"], layout_map[".*hidden/bias"] = (None, "model"), ("model",)
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch"))
     try:
         model = fitted(compiled(ks.CrossShard(INNER["momentum"](), shard_state=True)))
-        slot = model.optimizer.get_slot(model.trainable_variables[0], "momentum")
-        assert tuple(slot.value.sharding.spec) == ("batch", "model")
+        slots = [model.optimizer.get_slot(v, "momentum") for v in model.trainable_variables[:2]]
+        assert [tuple(slot.value.sharding.spec) for slot in slots] == [("batch", "model"), ("model",)]
     finally:
         keras.distribution.set_distribution(None)
 

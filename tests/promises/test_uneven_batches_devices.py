@@ -206,7 +206,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("scaled", some(SCALED, ["twice inside"]))
-@pytest.mark.exhaustive("jax", "tensorflow")
+@pytest.mark.exhaustive("tensorflow")
 def test_replica_clipnorm_is_in_units_of_the_loss_wherever_that_is_scaled(scaled):
     def sgd(**more):
         return keras.optimizers.SGD(0.1, momentum=0.9, **more)
@@ -324,7 +324,6 @@ def test_groups_of_a_later_compile_are_refused():
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.exhaustive
 def test_a_prepared_model_stays_so_under_another_distribution_of_the_same_devices():
     def distribute():
         devices = keras.distribution.list_devices()[:4]

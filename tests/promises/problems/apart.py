@@ -432,15 +432,17 @@ def compiled_collectives(name):
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 
 
-def normalized(replicas, every):
-    """Moving statistics of the inputs, which no weight has a part in, after each update and after `fit`."""
+def normalized(replicas, name):
+    """Moving statistics of the inputs, which no weight has a part in, after each batch and after `fit`."""
+    every, window = NORMALIZED[name]
     layers = [
         keras.Input((problem.NUM_FEATURES,)),
         keras.layers.BatchNormalization(momentum=0.5),
         keras.layers.Dense(problem.NUM_OUTPUTS),
     ]
     model = keras.Sequential(layers)
-    model.compile(ks.CrossShard(keras.optimizers.SGD(0.01, momentum=MOMENTUM), sync_every=int(every)), "mse")
+    arguments = {"sync_every": every, "gradient_accumulation_steps": window}
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.01, momentum=MOMENTUM), **arguments), "mse")
     ks.prepare(model, auto_shard=True)
     x, y = uneven.data()
     seen = []
@@ -470,7 +472,8 @@ def _statistics_of_each(model):
     return list(zip(*(states[id(v)] for v in local.statistics)))
 
 
-NORMALIZED = ("2", "50")
+# How many updates a round has, and an update batches.
+NORMALIZED = {"2": (2, None), "50": (50, None), "2 windows": (2, 2)}
 FEW = 49  # one replica has no row of the last batch, after which there is a round
 NUM_ROWS = uneven.NUM_ROWS
 

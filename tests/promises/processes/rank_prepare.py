@@ -12,8 +12,10 @@ import keras
 import numpy as np
 import torch
 from promises.problems import uneven
+from support.checks import refused
 
 import keras_shardopt as ks
+from keras_shardopt.backends.torch import process_group
 
 warnings.filterwarnings("ignore")
 
@@ -97,6 +99,8 @@ def main():
             for metric, values in history.items():
                 results[f"{key}/log/{metric}"] = values
 
+        assert process_group._open.num_due == 0  # or calls of other ranks would seem to break a promise
+
         clipped = {"around": {"replica_clipnorm": 0.9}}
         rows = [np.split(batch, [4 * r for r in range(1, size)])[rank] for batch in uneven.batches()]
         model, _ = train(replicas, clipped, lambda *_: rows)
@@ -105,6 +109,8 @@ def main():
 
         # One batch at a time, the last rank without rows.
         model = ks.prepare(uneven.compiled(), auto_shard=False)
+        nothing = uneven.rows_of({}, slice(0))
+        refused(lambda: model.train_on_batch(*nothing), ValueError, "`x` is empty on every rank")
         logs = []
         for batch in uneven.batches():
             x, y = uneven.rows_of({}, batch if rank == 0 else batch[:0])

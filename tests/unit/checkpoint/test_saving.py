@@ -669,3 +669,15 @@ def test_where_no_locks_can_be_had(tmp_path, monkeypatch):
     ks.save_weights(trained(), tmp_path / "second.weights.h5")
     first.finish()
     assert sorted(os.listdir(tmp_path)) == ["first.keras", "second.weights.h5"]
+
+
+@pytest.mark.neutral
+def test_who_fails_to_write_a_file_of_its_own_leaves_no_part_of_it(monkeypatch, tmp_path):
+    def half(path):
+        pathlib.Path(path).write_text("half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(saving.processes, "process", lambda: (2, 1))
+    with pytest.raises(OSError, match="no space"):
+        saving.write_apart(trained(), half, tmp_path / "model.weights.h5")
+    assert not list(tmp_path.iterdir())

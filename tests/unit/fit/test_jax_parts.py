@@ -87,6 +87,19 @@ def test_passes_that_the_environment_leaves_out_stay_left_out(monkeypatch):
     assert options == [{"xla_disable_hlo_passes": "fusion,dce,cse"}]
 
 
+def test_a_test_step_of_ones_own_runs_as_it_is():
+    class Own(keras.Sequential):
+        def test_step(self, state, data):
+            _, state = super().test_step(state, data)
+            return {"rows": keras.ops.ones(()) * data[0].shape[0]}, state
+
+    model = Own([keras.Input((3,)), layers.Dense(1)])
+    model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse")
+    ks.prepare(model)
+    found = model.evaluate(np.ones((4, 3)), np.ones((4, 1)), batch_size=4, verbose=0, return_dict=True)
+    assert found == {"rows": 4.0}
+
+
 @pytest.mark.parametrize("options", some([{}, {"shard_state": True}], [{"shard_state": True}]))
 def test_norms_of_single_gradients_do_not_depend_on_the_number_of_devices(options):
     """What a norm is made of is fused with it, and how gradients are added up depends on that number."""

@@ -105,6 +105,13 @@ def test_what_may_be_cut():
     assert found(ks.NovoGrad(0.01), variables())[:3] == [False] * 3
 
 
+def test_next_values_are_not_cut_and_others_as_without_them():
+    made = variables()
+    made[1].overwrite_with_gradient = True
+    assert cutting.are_elementwise(Own(0.1), made) == [True, False, True, True]
+    assert cutting.are_elementwise(OwnPerVariable(0.1), made) == [False, False, False, True]
+
+
 def warm_up():
     return keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.0, 0.1])
 

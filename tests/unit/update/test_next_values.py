@@ -99,6 +99,20 @@ def test_next_values_beside_divided_state(case, monkeypatch):
     check(case, 2, GradientState.LOCAL, monkeypatch)
 
 
+@pytest.mark.backends("torch")
+def test_next_values_that_arrive_global_are_not_cut_as_gradients_are(monkeypatch):
+    def trained(replicas):
+        weight, scale = keras.Variable(np.ones(5), name="kernel"), keras.Variable(np.zeros(3), name="scale")
+        scale.overwrite_with_gradient = True
+        optimizer = ks.CrossShard(keras.optimizers.SGD(0.5), gradients="global", shard_state=True)
+        optimizer.build([weight, scale])
+        optimizer.apply([0.5 * ops.ones(5), ops.arange(3, dtype="float32")], [weight, scale])
+        return [ops.convert_to_numpy(v).tolist() for v in (weight, scale)]
+
+    world = FakeWorld(2, GradientState.GLOBAL, is_spmd=False).hold(monkeypatch)
+    assert world.run(trained) == [[[0.75] * 5, [0, 1, 2]]] * 2
+
+
 @pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
