@@ -21,6 +21,8 @@ else:
 
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.checkpoint.saving import save_model, save_weights
+from keras_shardopt.checkpoint.sharded import load_sharded, save_sharded
+from keras_shardopt.checkpoint.sharded.consolidate import consolidate
 from keras_shardopt.classic import LARC, NovoGrad, Tower, VariableClipping, replicate
 from keras_shardopt.classic.build import build_optimizer
 from keras_shardopt.classic.steps.optimize_loss import get_regularization_loss, optimize_loss
@@ -67,12 +69,15 @@ __all__ = [
     "clip_by_global_norm",
     "clip_gradients_by_norm",
     "compression",
+    "consolidate",
     "data_parallel",
     "get_regularization_loss",
+    "load_sharded",
     "optimize_loss",
     "prepare",
     "replicate",
     "save_model",
+    "save_sharded",
     "save_weights",
     "schedules",
     "shard_data",

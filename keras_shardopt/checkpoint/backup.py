@@ -4,8 +4,6 @@ Private names of Keras touched here (a test holds each of them):
     `Trainer._initial_epoch` - the first epoch of the running `fit`.
     `epoch_iterator` and `initial_epoch` in `Trainer.fit` - the source of batches; the caller's first epoch.
     `ArrayDataAdapter._epoch` (Keras 3.16 and later) - the number of past epochs, part of the seed that shuffles.
-    `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers without their own.
-    `keras.src.backend.common.global_state` - holds that seed as "global_seed_generator" once it exists.
 """
 
 from __future__ import annotations
@@ -14,17 +12,13 @@ import collections
 import contextlib
 import json
 import os
-import random
 import zipfile
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import buffers_of, optimizers_of
@@ -34,13 +28,26 @@ from keras_shardopt.checkpoint.saving import (
     gather_despite_errors,
     is_chief,
     join_gather,
-    needs_all_processes,
     raise_together,
     saved_together,
 )
-from keras_shardopt.numerics import Optimizer
-from keras_shardopt.optimizers.cross_shard import cross_shards
-from keras_shardopt.wrapping.chain import kind_of, shared_variables
+from keras_shardopt.checkpoint.sharded import check_directory, check_safetensors, restore_newest
+from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete
+from keras_shardopt.checkpoint.training_state import (
+    REPLICA_STATE,
+    build_optimizers,
+    built_on,
+    carried_values,
+    cross_shards_of,
+    extensions_of,
+    global_seed,
+    is_stored_whole,
+    optimizer_variables,
+    random_state,
+    saved_variables,
+    set_random_state,
+)
+from keras_shardopt.wrapping.chain import kind_of
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -73,6 +80,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             batch.
         double_checkpoint: bool. True also keeps the previous backup, for disks that lose written data.
         delete_checkpoint: bool. True (default) deletes the backups when training ends.
+        sharded: bool. True writes each backup as a sharded checkpoint (`save_sharded`): every process writes its part
+            to `backup_dir`, which all must see. Default: False.
 
     Raises:
         TypeError: if `backup_dir` is not a path, or a flag not a bool.
@@ -101,25 +110,29 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_freq: str = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
+        sharded: bool = False,
     ) -> None:
-        if not isinstance(backup_dir, (str, os.PathLike)):
-            raise TypeError(f"`backup_dir` must be a path. Received: backup_dir={backup_dir!r}")
-        path = os.fspath(backup_dir)
-        if not isinstance(path, str) or not path or "://" in path or "\0" in path:
-            raise ValueError(f"`backup_dir` must be the path of a local directory. Received: backup_dir={backup_dir!r}")
+        path = check_directory("backup_dir", backup_dir)
         if not isinstance(save_freq, str) or save_freq != "epoch":
             raise ValueError(
                 '`save_freq` must be "epoch". Keras cannot start in the middle of an epoch, so a backup from there '
                 f"would train some batches twice. Received: save_freq={save_freq!r}. "
                 "Use shorter epochs: `model.fit(..., steps_per_epoch=..., epochs=...)`."
             )
-        for argument, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
+        for argument, value in (
+            ("double_checkpoint", double_checkpoint),
+            ("delete_checkpoint", delete_checkpoint),
+            ("sharded", sharded),
+        ):
             check.flag(argument, value)
+        if sharded:
+            check_safetensors()
         super().__init__()
         self.backup_dir = path
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
+        self.sharded = sharded
         self._warned = False
         self._path = os.path.join(path, "backup.npz")
         self._previous_path = os.path.join(path, "previous.npz")
@@ -135,6 +148,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        if self.sharded:
+            manifest = restore_newest(model, self.backup_dir)
+            if manifest is not None:
+                model._initial_epoch = manifest["epoch"]
+                _skip_epochs(manifest["epoch"])
+            return
         header, arrays, problem = None, None, None
         if is_chief():
             try:
@@ -150,31 +169,31 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _restore(self, header: dict[str, Any], arrays: Any) -> None:
         """Gives every process the state of a backup. `arrays` is None except on rank 0."""
         model = self.model
-        _build(model, header.get("built_on", []))
+        build_optimizers(model, header.get("built_on", []))
         self._check_fits(header)
-        seed = _global_seed(header["has_global_seed"])
+        seed = global_seed(header["has_global_seed"])
         if arrays is not None:
-            for variable, array in zip([*_variables(model), *seed], arrays["variable"]):
+            for variable, array in zip([*saved_variables(model), *seed], arrays["variable"]):
                 placement.assign_replica_values(variable, [array])
-        placement.broadcast_state([*model.variables, *buffers_of(model), *seed], _optimizer_variables(model))
-        for part, name in saved_together(model, _is_stored_whole):
+        placement.broadcast_state([*model.variables, *buffers_of(model), *seed], optimizer_variables(model))
+        for part, name in saved_together(model, is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = processes.process()
         states = header["random_states"]
         is_own = len(states) == num_processes
-        _set_random_state(states[process_id if is_own else 0], is_own)
-        for part in _cross_shards(model):
+        set_random_state(states[process_id if is_own else 0], is_own)
+        for part in cross_shards_of(model):
             part.pipeline.reset()
-        for extension, name in _extensions(model):
+        for extension, name in extensions_of(model):
             extension.load_state(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
-        for name, variables in _carried(model).items():
+        for name, variables in carried_values(model).items():
             _restore_carried(variables, header.get(f"{name}s", []), None if arrays is None else arrays.get(name, []))
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        windows = [part.accumulation for part in _cross_shards(self.model) if part.accumulation is not None]
+        windows = [part.accumulation for part in cross_shards_of(self.model) if part.accumulation is not None]
         if not self._warned and any(window.num_taken for window in windows):
             self._warned = True
             warn(
@@ -182,10 +201,16 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "restored from this backup will differ from uninterrupted training. Make the number of steps per "
                 "epoch a multiple of `gradient_accumulation_steps`.",
             )
-        random_states = processes.gather_objects(_random_state())
         model = self.model
-        replica_states = {name: extension.save_state() for extension, name in _extensions(model)}
-        carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in _carried(model).items()}
+        if self.sharded:
+            Save(model, self.backup_dir, {"epoch": epoch + 1}).check(wait=True)
+            if is_chief():
+                for folder in complete_saves(self.backup_dir)[: -2 if self.double_checkpoint else -1]:
+                    delete(folder)
+            return
+        random_states = processes.gather_objects(random_state())
+        replica_states = {name: extension.save_state() for extension, name in extensions_of(model)}
+        carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in carried_values(model).items()}
         problem = None
         try:
             if is_chief():
@@ -202,6 +227,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Deletes the backups if `delete_checkpoint`."""
         self.model._initial_epoch = None
         if self.delete_checkpoint and is_chief():
+            for folder in complete_saves(self.backup_dir) if self.sharded else ():
+                delete(folder)
             for path in (self._path, self._previous_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
@@ -216,15 +243,15 @@ class BackupAndRestore(keras.callbacks.Callback):
         carried: dict[str, list[np.ndarray]],
     ) -> None:
         model = self.model
-        seed = _global_seed(make=False)
-        variables = _variables(model)
+        seed = global_seed(make=False)
+        variables = saved_variables(model)
         header = {
             "epoch": epoch,
             "random_states": random_states,
             "has_global_seed": bool(seed),
             "shapes": [list(v.shape) for v in variables],
             "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
-            "built_on": _built_on(model),
+            "built_on": built_on(model),
             **{f"{name}s": [list(array.shape) for array in arrays] for name, arrays in carried.items()},
         }
         os.makedirs(self.backup_dir, exist_ok=True)
@@ -239,7 +266,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                     entries = _Entries(archive, name)
                     for i, array in enumerate(arrays):
                         entries[str(i)] = array
-                for part, name in saved_together(model, _is_stored_whole):
+                for part, name in saved_together(model, is_stored_whole):
                     part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
         finally:
@@ -267,15 +294,15 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _check_fits(self, header: dict[str, Any]) -> None:
         """Raises ValueError if the backup is of another model or optimizer. All processes have the same header."""
         model, path = self.model, header["path"]
-        whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
+        whole = {name for _, name in saved_together(model, is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
         ignored = {
             "variable",
             *(kind for kind in header["kinds"] if f"{kind}s" in header),  # carried values
-            *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _REPLICA_STATE))),
+            *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, REPLICA_STATE))),
         }
         stored = set(header["kinds"]) - ignored
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
-        shapes = [list(v.shape) for v in _variables(model)]
+        shapes = [list(v.shape) for v in saved_variables(model)]
         remedy = "Use another directory, or delete this one to start anew."
         if stored != whole:
             was, now = ("not sharded", "sharded") if whole - stored else ("sharded", "not sharded")
@@ -283,7 +310,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             remedy = "Load a file of `keras_shardopt.save_model` instead, or delete the backup to start anew."
         elif header.get("optimizers", kinds) != kinds:
             received = f"state of {', '.join(header['optimizers'])}, but the model has {', '.join(kinds)}"
-        elif {k for k in header["kinds"] if k.endswith(_REPLICA_STATE)} != {name for _, name in _extensions(model)}:
+        elif {k for k in header["kinds"] if k.endswith(REPLICA_STATE)} != {name for _, name in extensions_of(model)}:
             received = "per-replica state (as of local SGD) in the backup but not in the optimizer, or the reverse"
         elif header["shapes"] != shapes:
             received = f"variables of shapes {header['shapes']}, but the model and its optimizer have {shapes}"
@@ -296,26 +323,6 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 _WRAPPER_STATE = "wrapper_state"
-_REPLICA_STATE = "of_each_replica_"
-
-
-def _built_on(model: Any) -> list[list[int] | None]:
-    """Returns, for each optimizer of a model, the indices of the variables it was built on; None if it was not."""
-    places = {id(v): i for i, v in enumerate(model.variables)}
-    found: list[list[int] | None] = []
-    for optimizer in optimizers_of(model):
-        built_on = [places.get(id(v)) for v in getattr(optimizer, "_trainable_variables", [])]
-        is_whole = optimizer.built and None not in built_on
-        found.append([i for i in built_on if i is not None] if is_whole else None)
-    return found
-
-
-def _build(model: Any, built_on: list[list[int] | None]) -> None:
-    """Builds optimizers other than `model.optimizer`; only a custom training step would build them."""
-    variables = model.variables
-    for optimizer, places in zip(optimizers_of(model), built_on):
-        if places is not None and not optimizer.built:
-            optimizer.build([variables[i] for i in places])
 
 
 def _sendable(error: Exception) -> Exception:
@@ -323,15 +330,6 @@ def _sendable(error: Exception) -> Exception:
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
-
-
-def _carried(model: Any) -> dict[str, list[keras.Variable]]:
-    """Returns the values that each replica carries from one reduction to the next, by name."""
-    found: dict[str, list[keras.Variable]] = {}
-    for part in _cross_shards(model):
-        for name, variables in part.pipeline.transport.carried.items():
-            found.setdefault(name, []).extend(variables)
-    return found
 
 
 def _everyones(variable: keras.Variable) -> list[np.ndarray]:
@@ -350,11 +348,6 @@ def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], a
         # One array at a time, because `gather_objects` copies from all processes.
         of_all = processes.gather_objects(None if arrays is None else arrays[i])[0]
         placement.assign_replica_values(variable, list(of_all[start : start + len(rows)]))
-
-
-def _is_stored_whole(optimizer: Optimizer) -> bool:
-    """Whether a backup stores full-sized state. Such a backup fits any number of replicas."""
-    return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
@@ -377,34 +370,6 @@ class _Entries:
             np.lib.format.write_array(file, _storable(np.asanyarray(array)), allow_pickle=False)
 
 
-def _variables(model: Any) -> list[keras.Variable]:
-    return [*model.variables, *buffers_of(model), *_optimizer_variables(model)]
-
-
-def _optimizer_variables(model: Any) -> list[keras.Variable]:
-    """Returns the optimizer variables that every process has a copy of."""
-    return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
-
-
-def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
-    if _is_stored_whole(optimizer):  # files lack only the counts of skipped steps
-        own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
-        return [v for v in optimizer.variables if id(v) in own]
-    extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
-    per_replica = {id(v) for extension in extensions for v in extension.private}
-    return [v for v in shared_variables(optimizer) if id(v) not in per_replica]
-
-
-def _extensions(model: Any) -> list[tuple[Any, str]]:
-    """Returns the extensions with per-replica state, each with the name of this state in backups."""
-    found = [extension for part in _cross_shards(model) for extension in part.extension_stages if extension.keeps_state]
-    return [(extension, f"{'abcdefgh'[i]}_{_REPLICA_STATE}") for i, extension in enumerate(found)]
-
-
-def _cross_shards(model: Any) -> list[Any]:
-    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
-
-
 def _skip_epochs(epoch: int) -> None:
     """Advances the epoch counter that the running `fit` shuffles arrays with."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
@@ -412,36 +377,6 @@ def _skip_epochs(epoch: int) -> None:
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
 
 
-def _global_seed(make: bool) -> list[keras.Variable]:
-    found = (
-        seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
-    )
-    return [] if found is None else [found.state]
-
-
 def _storable(array: np.ndarray) -> np.ndarray:
     # NumPy's format has no bfloat16 or float8; float32 represents them exactly.
     return array if array.dtype.kind in "biufc" else array.astype("float32")
-
-
-# PyTorch has its own global random numbers.
-_generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
-
-
-def _random_state() -> dict[str, Any]:
-    """Returns the state of this process's global random numbers, JSON-serializable."""
-    kind, keys, *others = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *others],
-        "framework": None if _generators is None else _generators.rng_state(),
-    }
-
-
-def _set_random_state(state: dict[str, Any], is_own: bool) -> None:
-    """Restores the result of `_random_state` of this process (`is_own`) or of rank 0."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    if _generators is not None:
-        _generators.set_rng_state(state["framework"], is_own)

@@ -187,7 +187,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
         # Read `self.model` once on every process: on JAX this takes the state out of the training step.
         model = self.model
-        with _communicating(model):
+        with communicating(model):
             # The result is None on other processes of a job after communication has ended.
             path, self.best = from_chief(lambda: self._decide(epoch, batch, logs or {})) or (None, self.best)
         if path is None:
@@ -228,7 +228,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     except Exception as error:
         problem = error
     try:
-        with _communicating(model):
+        with communicating(model):
             raise_together(problem)
             _before_reading(model)
         try:
@@ -237,7 +237,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
                 file.finish()
         except Exception as error:
             problem = error
-        with _communicating(model):
+        with communicating(model):
             raise_together(problem)
     finally:
         if file is not None:
@@ -309,7 +309,7 @@ def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any
 def join_gather(model: Any) -> None:
     """Takes part in the gathering of `gather_despite_errors` on a process that writes no file."""
     if needs_all(model):
-        with _communicating(model):
+        with communicating(model):
             for part, _ in saved_together(model):
                 part.save_own_variables(NullStore())
 
@@ -413,7 +413,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
         real = waiting.pop(id(part))
         delayed = _DelayedErrors(store)
         try:
-            with _communicating(model):
+            with communicating(model):
                 real(delayed)
         except Exception:
             waiting.clear()  # other processes have failed here as well
@@ -494,7 +494,7 @@ def is_chief() -> bool:
     return processes.process()[1] == 0
 
 
-def _communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
+def communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can communicate, also outside the scope that created the model."""
     variables = model.variables if isinstance(model, keras.Model) else []
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()

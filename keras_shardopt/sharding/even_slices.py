@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt.backends import for_backend
+from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.stored_parts import OwnParts, even_parts
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import (
@@ -161,11 +162,14 @@ class PaddedShards(OneProgramShards):
             return self._joined(self._slots[id(variable)], variable)
         return ops.convert_to_numpy(variable)
 
+    def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
+        return even_parts(self.stored(variable), process)
+
     def assign_stored(self, variable: Variable, array: Any) -> None:
         if self.is_divided(variable):
             placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
         else:
-            variable.assign(array)
+            stored_parts.assign_stored(variable, array)
 
     # -- the report ----------------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_shardopt.backends import stored_parts
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
+from keras_shardopt.backends.stored_parts import OwnParts, Part
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
 from keras_shardopt.sharding.separability import are_elementwise_inside, keep_exclusions
@@ -125,10 +127,26 @@ class PaddedLayout(OneProgramShards):
         value = whole_value(variable)
         return self._unpadded(self._slots[id(variable)], value) if self.is_divided(variable) else value
 
+    def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
+        boxes = stored_parts.own_parts(variable, process)
+        if not self.is_divided(variable):
+            return boxes
+        whole = self.variables[self._slots[id(variable)]]
+        length, size = variable.shape[1], size_of(whole)
+        parts = []
+        for (row, column), values in boxes.parts:
+            for r, elements in enumerate(values, row):
+                start = r * length + column
+                parts.append(Part((start,), elements[: max(0, size - start)]))
+        return OwnParts(tuple(whole.shape), boxes.dtype, [part for part in parts if part.values.size])
+
     def assign_stored(self, variable: Variable, array: Any) -> None:
         if self.is_divided(variable):
-            array = self._rows(ops.reshape(ops.convert_to_tensor(array, dtype_of(variable)), (-1,)))
-        variable.assign(array)
+            variable.assign(
+                self._rows(ops.reshape(ops.convert_to_tensor(np.asarray(array), dtype_of(variable)), (-1,)))
+            )
+        else:
+            stored_parts.assign_stored(variable, array)
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
         report = laid_out_report(state)

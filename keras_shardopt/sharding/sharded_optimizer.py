@@ -178,7 +178,7 @@ class ShardedState(OptimizerWrapper):
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
         store = named_store(self, store)
         for i, variable in enumerate(self._inner_state):
-            store[str(i)] = stored_value(self, variable)
+            store[str(i)] = stored_value(self, variable, store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # A SavedModel stores variables unjoined, so it would contain only one replica's part.

@@ -14,6 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.stored_parts import OwnParts
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense
 from keras_shardopt.sharding.report import MemoryReport
 from keras_shardopt.update.context import CrossShardProtocol
@@ -131,6 +132,10 @@ class Shards(abc.ABC):
         """Return the whole of this state. All replicas call it together, and each receives it."""
 
     @abc.abstractmethod
+    def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
+        """Return the parts of this state that this process saves in a sharded checkpoint."""
+
+    @abc.abstractmethod
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Assign this replica's part of the whole array."""
 
@@ -162,6 +167,13 @@ class OneProgramShards(Shards):
 
     def check_start(self, iterations: int) -> None:
         del iterations  # one program holds all parts, and has loaded all of them
+
+
+def flat_range(array: Any, start: int, stop: int) -> np.ndarray:
+    """Elements `start` to `stop` of a flattened array; an array of a checkpoint reads only these."""
+    if hasattr(array, "flat_range"):
+        return array.flat_range(start, stop)
+    return np.array(array).reshape(-1)[start:stop]
 
 
 def flattened(value: Any, variable: Variable | None = None) -> Tensor:

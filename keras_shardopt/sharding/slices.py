@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt.backends import for_backend
+from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, in_buckets, largest_bucket
 from keras_shardopt.backends.side_channel import SideChannel
+from keras_shardopt.backends.stored_parts import OwnParts, Part
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
@@ -32,7 +33,7 @@ from keras_shardopt.sharding.separability import (
     holds_weights,
     keep_exclusions,
 )
-from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.sharding.shards import Shards, flat_range, flattened
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.exchange import Moved, with_next_values
 from keras_shardopt.update.reduction import Reduction, scaled
@@ -363,17 +364,37 @@ class FlatShards(Shards):
                 whole[piece.start + start : piece.start + stop] = array
         return np.zeros(shape or ()) if whole is None else whole.reshape(shape or ())
 
+    def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
+        i = self._slots.get(id(variable))
+        shape: tuple[int, ...] | None = tuple(variable.shape)
+        if id(variable) in self._without_variable:
+            has = [0 not in other for other in processes.gather_objects(shape)]
+            if sum(has) != 1:  # all have it
+                return stored_parts.own_parts(variable, process)
+            start, is_owner = 0, has[process[1]]
+            shape = shape if is_owner else None
+        elif i is None:
+            return stored_parts.own_parts(variable, process)
+        elif shape and self._may_split[i]:
+            shape, is_owner = tuple(self.variables[i].shape), i in self._own_pieces
+            start = self._own_pieces[i].start if is_owner else 0
+        else:  # of a variable that one replica updates, or a number of a variable
+            start, is_owner = 0, self._owners[i][0][0] == self.replica_id
+            shape = shape if is_owner or not shape else self.stored_shape(variable)
+        values = np.array(ops.convert_to_numpy(variable)).reshape(-1) if is_owner else None
+        return OwnParts(shape, dtype_of(variable), [] if values is None else [Part((start,), values)])
+
     def assign_stored(self, variable: Variable, array: Any) -> None:
         i = self._slots.get(id(variable))
         if i is None and id(variable) not in self._without_variable:
-            variable.assign(array)
+            stored_parts.assign_stored(variable, array)
         elif 0 in variable.shape:
             return
         elif i is None or not self._may_split[i] or not tuple(variable.shape):
-            variable.assign(array)
+            stored_parts.assign_stored(variable, array)
         else:
             piece = self._own_pieces[i]
-            variable.assign(np.array(array).reshape(-1)[piece.start : piece.stop])
+            variable.assign(flat_range(array, piece.start, piece.stop))
 
     # -- the report ----------------------------------------------------------------------------------------------
 

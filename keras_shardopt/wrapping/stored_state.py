@@ -21,9 +21,10 @@ import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from keras_shardopt.arguments import listed
-from keras_shardopt.backends import for_backend
+from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.models import has_built_in_step, model_compiled_with
+from keras_shardopt.backends.stored_parts import OwnParts
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
@@ -43,6 +44,9 @@ class DividedState(Protocol):
 
     def stored(self, variable: Variable) -> np.ndarray:
         """Return the whole. All replicas call it together."""
+
+    def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
+        """Return the parts that this process saves in a sharded checkpoint."""
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Assign this replica's part of the whole."""
@@ -121,12 +125,23 @@ def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Varia
     _check_fits(optimizer, store, variables)
     divided = optimizer._divided_state
     for i, variable in enumerate(variables):
-        variable.assign(store[str(i)]) if divided is None else divided.assign_stored(variable, store[str(i)])
+        (stored_parts if divided is None else divided).assign_stored(variable, _lazily(store, str(i)))
 
 
-def stored_value(optimizer: StoredOptimizer, variable: Variable) -> np.ndarray:
-    """Return the array that files hold for a state variable. If replicas divide it, all of them call this together."""
+def _lazily(store: Any, key: str) -> Any:
+    """Return an array of a store. That of a sharded checkpoint is not read yet."""
+    return store.stored(key) if hasattr(store, "stored") else store[key]
+
+
+def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
+    """Return the value that `store` receives for a state variable. If replicas divide it, all call this together.
+
+    A store of a sharded checkpoint receives the parts of this process.
+    """
     divided: DividedState | None = optimizer._divided_state
+    process: tuple[int, int] | None = getattr(store, "process", None)
+    if process is not None:
+        return (stored_parts if divided is None else divided).own_parts(variable, process)
     return whole_value(variable) if divided is None else divided.stored(variable)
 
 
@@ -181,7 +196,7 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
         )
     divided = optimizer._divided_state
     for i, variable in enumerate(variables):
-        shape = tuple(np.shape(store[str(i)]))
+        shape = tuple(np.shape(_lazily(store, str(i))))
         expected = tuple(variable.shape) if divided is None else divided.stored_shape(variable)
         if expected is not None and shape != expected:
             raise ValueError(
@@ -249,6 +264,7 @@ class _AnnotatedStore:
     def __init__(self, store: Any, metadata: _Metadata) -> None:
         self._store = store
         self._metadata = metadata
+        self.process = getattr(store, "process", None)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store[key] = value
@@ -304,18 +320,16 @@ class WrapperState(KerasSaveable):
         """Write the variables."""
         # `build` creates some of the variables. Before it, all have their initial values.
         for i, variable in enumerate(self.variables if self._optimizer.built else []):
-            store[str(i)] = stored_value(self._optimizer, variable)
+            store[str(i)] = stored_value(self._optimizer, variable, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Read the variables. A file of the plain inner optimizer has none, and changes nothing."""
         optimizer = self._optimizer
-        arrays = {key: np.array(store[key]) for key in list(store.keys())}
-        if not arrays:
-            return
-        if not optimizer.built:
-            optimizer._loaded_wrapper_state = arrays
-            return
-        assign_all(optimizer, arrays, self.variables)
+        keys = list(store.keys())
+        if keys and not optimizer.built:
+            optimizer._loaded_wrapper_state = {key: np.array(store[key]) for key in keys}
+        elif keys:
+            assign_all(optimizer, store, self.variables)
 
     @property
     def variables(self) -> list[Variable]:

@@ -49,6 +49,7 @@ from keras_shardopt.wrapping.stored_state import (
     load_deferred,
     named_store,
     portable,
+    stored_value,
     warn_if_read_early,
 )
 from keras_shardopt.wrapping.trackable import InCheckpoints
@@ -455,7 +456,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     def save_own_variables(self, store: Any) -> None:
         """Write the state as the inner optimizer would without a wrapper, with its class and a name per slot."""
-        self.inner.save_own_variables(named_store(self, store))
+        store = named_store(self, store)
+        is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
+        if store.process is None or is_whole:
+            self.inner.save_own_variables(store)
+            return
+        for i, variable in enumerate(self._inner_state):
+            store[str(i)] = stored_value(self, variable, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load a state that this wrapper, or its plain inner optimizer, has saved.

@@ -34,8 +34,11 @@ def nobody_killed(tmp_path_factory):
 # The second is the agent of torchrun in a process that forks, which takes a tenth of the time of importing.
 @pytest.mark.parametrize(
     ("kind", "deaths", "begun"),
-    some([("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2")], lambda case: case[0] == "sharded"),
-    ids=["whole", "sharded"],
+    some(
+        [("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2"), ("pieces", (13,), "epoch 2")],
+        lambda case: case[0] != "whole",
+    ),
+    ids=["whole", "sharded", "pieces"],
 )
 def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(nobody_killed, kind, deaths, begun, tmp_path):
     found, printed = trained(tmp_path / kind, kind, *deaths, by_torchrun=kind == "whole")

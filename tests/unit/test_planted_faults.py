@@ -1312,7 +1312,7 @@ FAULTS = [
         backend="jax",
     ),
     fault(
-        "checkpoint/backup.py",
+        "checkpoint/training_state.py",
         "    random.setstate((version, tuple(words), gauss))",
         "    pass",
         "promises/test_restart.py::test_global_random_numbers_go_on_too",

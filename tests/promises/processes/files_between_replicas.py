@@ -48,6 +48,10 @@ def write(folder, replicas, arguments):
     stem = folder / f"{BACKEND} {replicas.num_replicas}"
     ks.save_model(model, f"{stem}.keras")
     ks.save_weights(model, f"{stem}.weights.h5")
+    ks.save_sharded(model, f"{stem}.sharded")
+    for name, other, values in others(arguments):
+        other.optimizer.load_own_variables({str(i): value for i, value in enumerate(values)})
+        ks.save_sharded(other, f"{stem} {name}.sharded")
     saved = [*model.get_weights(), *state(model)]
     train(model, replicas, STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     if replicas.is_chief:
@@ -67,7 +71,43 @@ def check_equal(model, saved):
         np.testing.assert_array_equal(one, other)
 
 
+OTHERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "Muon": lambda: keras.optimizers.Muon(0.01),
+    "Lion": lambda: keras.optimizers.Lion(0.01),
+}
+"""Optimizers whose state travels in sharded checkpoints only, without training."""
+
+
+def others(arguments):
+    """For each of the optimizers a model that is compiled with it, and arrays that its state may have."""
+    for name, make in OTHERS.items():
+        cannot_divide = BACKEND == "tensorflow" and name in ("Adafactor", "Muon")
+        model = problem.model()
+        model.compile(ks.CrossShard(make(), **({} if cannot_divide else arguments)), "mse")
+        model.optimizer.build(model.trainable_variables)
+        plain = make()
+        plain.build([keras.Variable(np.zeros(v.shape, "float32")) for v in model.trainable_variables])
+        drawn = np.random.default_rng(len(name))
+        arrays = [drawn.uniform(0.1, 1, size=v.shape).astype(v.dtype) for v in plain.variables]
+        yield name, model, arrays
+
+
+def read_others(folder, arguments):
+    for name, model, values in others(arguments):
+        for origin in BACKENDS:
+            for count in COUNTS:
+                ks.load_sharded(model, folder / f"{origin} {count} {name}.sharded")
+                store = {}
+                model.optimizer.save_own_variables(store)
+                assert len(store) == len(values)
+                for found, value in zip(store.values(), values):
+                    np.testing.assert_array_equal(found, value)
+
+
 def read(folder, replicas, arguments):
+    read_others(folder, arguments)
     # One model, as a step is compiled once for each; `.keras` files of other backends are read in files.py.
     model = compiled(arguments)
     model.optimizer.build(model.trainable_variables)
@@ -78,6 +118,9 @@ def read(folder, replicas, arguments):
             if origin == BACKEND:
                 check_equal(keras.saving.load_model(f"{stem}.keras"), saved)
             model.load_weights(f"{stem}.weights.h5")
+            check_equal(model, saved)
+            model.set_weights([0 * weight for weight in model.get_weights()])
+            assert ks.load_sharded(model, f"{stem}.sharded") == (STEPS_BEFORE, 0)
             check_equal(model, saved)
             train(model, replicas, STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
             # In units of what the steps after the file have moved: rounding differs, and nothing else.

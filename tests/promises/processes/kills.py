@@ -18,6 +18,7 @@ import keras
 
 import keras_shardopt as ks
 from keras_shardopt.checkpoint import saving
+from keras_shardopt.checkpoint.sharded.saves import complete_saves, delete, incomplete_saves
 
 NUM_FEATURES = 400  # some megabytes with Adam's state
 
@@ -52,12 +53,19 @@ def number_in(model, path):
     """The number of which the file is full; None if it is torn."""
     fill(model, -1)
     try:
-        model.load_weights(path)
+        ks.load_sharded(model, path) if os.path.isdir(path) else model.load_weights(path)
     except Exception:  # what is torn fails in many ways
         return None
     arrays = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
     found = {float(number) for array in arrays for number in (array.min(), array.max())}
     return int(found.pop()) if len(found) == 1 else None
+
+
+def save_sharded(model, directory):
+    """Saves a checkpoint next to those of before, and deletes all but two."""
+    ks.save_sharded(model, directory)
+    for folder in complete_saves(directory)[:-2]:
+        delete(folder)
 
 
 def save_for_ever(model, save, path, number, said):
@@ -87,10 +95,13 @@ def killed_after(seconds, model, save, path, number):
     return int(numbers[-1]) if numbers else number
 
 
+SAVES = {"model.weights.h5": ks.save_weights, "model.keras": ks.save_model, "sharded": save_sharded}
+
+
 def kills(model, folder, rounds, chance):
     """What was found after each of so many kills."""
     counts = dict(rounds=rounds, torn=0, lost=0, in_the_middle=0, saved=0)
-    for file, save in (("model.weights.h5", ks.save_weights), ("model.keras", ks.save_model)):
+    for file, save in SAVES.items():
         path = str(folder / file)
         number = 1
         fill(model, number)
@@ -98,9 +109,11 @@ def kills(model, folder, rounds, chance):
         start = time.monotonic()  # the first takes longer
         save(model, path)
         usual = time.monotonic() - start
-        for _ in range(rounds // 2):
+        for _ in range(rounds // len(SAVES)):
+            before = len(incomplete_saves(path))
             last = killed_after(chance.uniform(0, 3 * usual), model, save, path, number)
-            counts["in_the_middle"] += any(name.endswith(".unfinished") for name in os.listdir(folder))
+            is_unfinished = len(incomplete_saves(path)) > before or any(folder.glob(".*.unfinished"))
+            counts["in_the_middle"] += is_unfinished
             found = number_in(model, path)
             if found is None:
                 counts["torn"] += 1

@@ -2,8 +2,9 @@
 
 By torchrun; started without it, by its agent in this process, which forks two ranks that need not import all again.
 
-Arguments: a folder; "whole", or "sharded" for ranks that hold a part of the state each; and the steps in which rank 1
-dies: in the first of them when it was started first, and so on.
+Arguments: a folder; "whole", "sharded" for ranks that hold a part of the state each, or "pieces" for such ranks that
+each write a part of the backup; and the steps in which rank 1 dies: in the first of them when it was started first,
+and so on.
 """
 
 import os
@@ -43,11 +44,14 @@ def main():
     keras.utils.set_random_seed(5)
     with ks.data_parallel(timeout=60) as scope:
         model = keras.Sequential(restarting.layers(Noise()))
-        model.compile(ks.CrossShard(ks.LossScaling(restarting.adam()), shard_state=sys.argv[2] == "sharded"), "mse")
+        model.compile(ks.CrossShard(ks.LossScaling(restarting.adam()), shard_state=sys.argv[2] != "whole"), "mse")
     # A row less, so that the last parts are unequal; `fit` shuffles.
     x, y = (a[:-1] for a in problem.data(STEPS))
     step = deaths[attempt] if scope.replica_id == 1 and attempt < len(deaths) else None
-    backup = ks.callbacks.BackupAndRestore(folder / "backup" if scope.is_chief else folder / "nowhere")
+    sharded = sys.argv[2] == "pieces"
+    backup = ks.callbacks.BackupAndRestore(
+        folder / "backup" if scope.is_chief or sharded else folder / "nowhere", sharded=sharded
+    )
     model.fit(x, y, batch_size=problem.BATCH_SIZE, epochs=EPOCHS, verbose=0, callbacks=[backup, restarting.Dying(step)])
     assert not (folder / "nowhere").exists() and not (folder / "backup").exists()
     saved = restarting.values(model.variables)

@@ -133,6 +133,14 @@ def main():
             whole.load_weights(folder / name)
         for one, other in zip(whole.optimizer.variables, model.optimizer.variables):
             assert (keras.ops.convert_to_numpy(one) == keras.ops.convert_to_numpy(other)).all(), name
+    path = ks.save_sharded(model, folder / "sharded")  # each worker writes its share
+    assert len(list(pathlib.Path(path).glob("*.safetensors"))) == scope.num_processes
+    with strategy.scope():
+        again = problem.model()
+        again.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+        ks.load_sharded(again, path)
+    for one, other in zip([*again.weights, *again.optimizer.variables], [*model.weights, *model.optimizer.variables]):
+        assert (keras.ops.convert_to_numpy(one) == keras.ops.convert_to_numpy(other)).all(), one.path
     if scope.is_chief:
         with h5py.File(folder / "counting.weights.h5") as file:
             assert file["layers/count/vars/0"][()] == 3.0, "the sum over both"

@@ -9,7 +9,7 @@ from support import launch, pages
 from support.suites import some
 
 FOLDER = pages.DOCS.parent / "benchmarks"
-SHARED = {"run_all", "timing", "torch_training"}
+SHARED = {"run_all", "tables", "timing", "torch_training"}
 BY_HAND = {"fewer_bytes", "fewer_bytes_link", "local_sgd"}
 """Those that train for minutes, and write what a page draws."""
 

@@ -1,0 +1,84 @@
+"""The parts of variables that each process saves in a sharded checkpoint, and how variables read them again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from keras import ops
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import Variable, dtype_of
+
+# Backends with arrays that lie on several processes.
+_arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
+
+
+class Part(NamedTuple):
+    """A part of an array, on the host."""
+
+    start: tuple[int, ...]
+    """The index of its first element: one number per dimension, or one number for a range of the flattened array."""
+
+    values: np.ndarray
+
+
+class OwnParts(NamedTuple):
+    """The parts of an array that this process saves."""
+
+    shape: tuple[int, ...] | None
+    """The shape of the whole array. None if only another process knows it."""
+
+    dtype: str
+
+    parts: list[Part]
+
+    is_flat: bool = True
+    """Whether `start` counts elements of the flattened array."""
+
+
+def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
+    """Return the start and stop of a process's share of `size` elements.
+
+    Args:
+        size: the number of elements.
+        process: the number of processes, and the index of this one.
+    """
+    num_processes, index = process
+    if size < num_processes:  # one file holds small arrays
+        return (0, size if index == 0 else 0)
+    return size * index // num_processes, size * (index + 1) // num_processes
+
+
+def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
+    """Return a process's share of an array that all processes have. See `even_range`."""
+    start, stop = even_range(array.size, process)
+    is_own = start < stop or (array.size == 0 and process[1] == 0)
+    parts = [Part((start,), array.reshape(-1)[start:stop])] if is_own else []
+    return OwnParts(array.shape, str(array.dtype), parts)
+
+
+def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
+    """Copy the part of a variable that this process saves to the host. Together they contain each element once.
+
+    Args:
+        variable: the variable, of which each process has a copy by default.
+        process: the number of processes, and the index of this one.
+    """
+    if _arrays is not None:
+        return _arrays.own_parts(variable)
+    start, stop = even_range(math.prod(variable.shape), process)
+    shape, dtype = tuple(variable.shape), dtype_of(variable)
+    if start == stop and process[1]:
+        return OwnParts(shape, dtype, [])
+    flat = ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop]
+    return OwnParts(shape, dtype, [Part((start,), np.array(ops.convert_to_numpy(flat)))])
+
+
+def assign_stored(variable: Variable, array: Any) -> None:
+    """Assign an array of a checkpoint, which reads the elements that a caller uses."""
+    if _arrays is not None:
+        _arrays.assign_stored(variable, array)
+    else:
+        variable.assign(np.asarray(array))

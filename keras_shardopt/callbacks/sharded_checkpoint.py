@@ -1,0 +1,137 @@
+"""`ShardedCheckpoint`: saves sharded checkpoints during `fit`, in the background."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt.checkpoint.saving import is_chief
+from keras_shardopt.checkpoint.sharded import check_arguments, check_directory, check_safetensors
+from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete, delete_abandoned
+from keras_shardopt.checkpoint.training_state import extensions_of
+
+
+class ShardedCheckpoint(keras.callbacks.Callback):
+    """Saves the training state as sharded checkpoints, to which each process writes its part.
+
+    See `save_sharded` for the contents, and `load_sharded` to restore them. Training waits while each process copies
+    its part to host memory. A thread writes the files while training continues. At most one save is in progress: the
+    next one waits for it. `fit` returns when the last one is complete.
+
+    All processes need this callback, with the same arguments.
+
+    Args:
+        directory: str or path. Created if missing; all processes must see it.
+        save_freq: "epoch" (default), or int >= 1: the number of batches between saves.
+        keep: int >= 1, or None for all. The number of checkpoints to keep: older ones are deleted when a save is
+            complete, except those that another job writes meanwhile. Default: 3.
+        background: bool. False continues training only when each save is complete. Default: True.
+
+    Raises:
+        TypeError: if `directory` is not a path, or another argument has the wrong type.
+        ValueError: if an argument is out of range. From `fit`: if the model is not built, or uses `LocalSGD` and
+            `save_freq` is an int.
+        ModuleNotFoundError: if `safetensors` is not installed.
+        OSError: from `fit`, on every process after the same batch, if a process cannot write its part.
+
+    Example:
+        >>> import keras, numpy as np, os, tempfile, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard("sgd"), "mse")
+        >>> directory = tempfile.mkdtemp()
+        >>> save = ks.callbacks.ShardedCheckpoint(directory, keep=2)
+        >>> x, y = np.ones((8, 4)), np.ones((8, 1))
+        >>> history = model.fit(x, y, epochs=3, callbacks=[save], verbose=0)
+        >>> len(os.listdir(directory)), ks.load_sharded(model, directory)
+        (2, Position(step=3, epoch=3))
+
+    References:
+        Orbax's `CheckpointManager` and `torch.distributed.checkpoint.async_save`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        keep: int | None = 3,
+        background: bool = True,
+    ) -> None:
+        if not isinstance(save_freq, str):
+            save_freq = check.integer("save_freq", save_freq, fix='Pass a number of batches, or "epoch".')
+        elif save_freq != "epoch":
+            raise ValueError(f'`save_freq` must be "epoch" or a number of batches. Received: save_freq={save_freq!r}')
+        if keep is not None:
+            keep = check.integer("keep", keep, fix="Pass None to keep all checkpoints.")
+        check.flag("background", background)
+        check_safetensors()
+        super().__init__()
+        self.directory = check_directory("directory", directory)
+        self.save_freq = save_freq
+        self.keep = keep
+        self.background = background
+        self._epoch = 0
+        self._last_batch = -1
+        self._num_batches = 0
+        self._save: Save | None = None
+        self._complete: list[str] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Lists the checkpoints of earlier runs, and deletes unfinished saves that are older than an hour."""
+        model = self.model
+        check_arguments(model, self.directory)
+        if self.save_freq != "epoch" and extensions_of(model):
+            raise ValueError(
+                "With `LocalSGD`, replicas have different weights within an epoch, and a checkpoint holds their mean. "
+                f'Received: save_freq={self.save_freq!r}. Use `save_freq="epoch"`.'
+            )
+        self._num_batches = 0
+        if is_chief():
+            delete_abandoned(self.directory)
+            self._complete = complete_saves(self.directory)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers the epoch."""
+        self._epoch = epoch
+        self._last_batch = -1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Raises the error of a save in progress. Begins a save after `save_freq` batches."""
+        self._check(wait=False)
+        if self.save_freq != "epoch":
+            self._num_batches += batch - self._last_batch
+            self._last_batch = batch
+            if self._num_batches >= int(self.save_freq):
+                self._num_batches = 0
+                self._begin(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins a save."""
+        if self.save_freq == "epoch":
+            self._begin(epoch + 1)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits for the last save."""
+        self._check(wait=True)
+
+    def _begin(self, epoch: int) -> None:
+        self._check(wait=True)
+        self._save = Save(self.model, self.directory, {"epoch": epoch})
+        self._check(wait=not self.background)
+
+    def _check(self, wait: bool) -> None:
+        save = self._save
+        if save is None:
+            return
+        try:
+            is_complete = save.check(wait)
+        except BaseException:
+            self._save = None
+            raise
+        if is_complete:
+            self._save = None
+            self._complete.append(save.folder)
+            while self.keep is not None and is_chief() and len(self._complete) > self.keep:
+                delete(self._complete.pop(0))

@@ -1,0 +1,185 @@
+"""Sharded checkpoints: each process writes and reads its own part, and training continues while files are written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.checkpoint.saving import communicating, from_chief, raise_together
+from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
+from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
+from keras_shardopt.checkpoint.sharded.state import restore
+
+
+class Position(NamedTuple):
+    """The position in training that a checkpoint was saved at."""
+
+    step: int
+    """The number of optimizer updates."""
+
+    epoch: int
+    """The number of finished epochs; 0 if `save_sharded` wrote the checkpoint."""
+
+
+def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
+    """Save the training state of a model as a new checkpoint to which each process writes its part.
+
+    Every process calls it, at the same point of the program. No process gathers the state of others: each writes its
+    slices of a sharded state, and an equal share of the weights and of other values that all processes have. The
+    checkpoint contains what `callbacks.BackupAndRestore` restores: weights, optimizer state, moving statistics, seeds,
+    random number states, and residuals of compression. All processes must see the directory.
+
+    A checkpoint is a folder in `directory`. Its manifest is written last, in one step. Readers ignore a folder without
+    a manifest, such as that of a killed job. No locks are used.
+
+    `callbacks.ShardedCheckpoint` saves during `fit`, in the background.
+
+    Args:
+        model: a built `keras.Model`.
+        directory: str or path. Created if missing. It may hold other checkpoints.
+
+    Returns:
+        The path of the new checkpoint.
+
+    Raises:
+        TypeError: if `model` is not a `keras.Model`, or `directory` not a path.
+        ValueError: if `directory` is not local, or the model is not built.
+        ModuleNotFoundError: if `safetensors` is not installed.
+        OSError: if a process cannot write, or does not see the directory.
+
+    All of them are raised on every process.
+
+    Example:
+        >>> import keras, numpy as np, tempfile, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard("adam"), "mse")
+        >>> directory = tempfile.mkdtemp()
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+        >>> path = ks.save_sharded(model, directory)
+        >>> ks.load_sharded(model, directory)
+        Position(step=2, epoch=0)
+
+    References:
+        `torch.distributed.checkpoint` and Orbax, which do this for one framework each.
+    """
+    with communicating(model):
+        raise_together(_problem(lambda: check_arguments(model, directory)))
+    save = Save(model, os.fspath(directory), {"epoch": 0})
+    save.check(wait=True)
+    return save.folder
+
+
+def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
+    """Restore a model, its optimizer and random number states from a sharded checkpoint.
+
+    Every process calls it, at the same point of the program. The checkpoint may have been saved on another backend, by
+    another number of processes, and with or without `shard_state`. Each process reads the values that it needs, and
+    checks them against their hashes. Random number states and per-replica values are restored for each process if the
+    number of processes is the same; else all processes continue with those of process 0, and residuals start at 0.
+
+    Args:
+        model: a built `keras.Model`. If it is not compiled, only its weights are restored.
+        path: str or path: a checkpoint, or a directory of checkpoints. The newest complete one in a directory is
+            restored; if it is damaged, the one before, with a warning.
+
+    Returns:
+        A `Position`: `step` is the number of updates, `epoch` the number of finished epochs, for `initial_epoch` of
+        `fit`.
+
+    Raises:
+        TypeError: if `model` is not a `keras.Model`, or `path` not a path.
+        ValueError: if the checkpoint is of another model or optimizer. Then nothing is changed.
+        FileNotFoundError: if no complete checkpoint exists.
+        OSError: if the given checkpoint, or each one in the directory, is damaged.
+
+    All of them are raised on every process.
+
+    Example:
+        See `save_sharded`.
+
+    References:
+        `torch.distributed.checkpoint` and Orbax, which do this for one framework each.
+    """
+    with communicating(model):
+        raise_together(_problem(lambda: check_arguments(model, path, "path")))
+    manifest = restore_newest(model, os.fspath(path))
+    if manifest is None:
+        raise FileNotFoundError(f"`path` must have a complete sharded checkpoint. Received: path={os.fspath(path)!r}")
+    return Position(manifest["step"], manifest["epoch"])
+
+
+def restore_newest(model: Any, path: str) -> dict[str, Any] | None:
+    """Restore the newest intact checkpoint, and return its manifest; None if there is none. Collective."""
+    with communicating(model):
+        return _restore_newest(model, path)
+
+
+def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
+    folders = from_chief(lambda: [path] if is_complete(path) else complete_saves(path)[::-1])
+    process = processes.process()
+    for folder in folders:
+        checkpoint, problem = None, None
+        try:
+            checkpoint = Checkpoint(folder)
+            checkpoint.verify(process)
+        except (OSError, ValueError) as error:
+            problem = error
+        try:
+            raise_together(problem)
+        except OSError as error:
+            if folder == folders[-1]:
+                raise
+            if process[1] == 0:
+                warn(f"A damaged checkpoint is left out: {error} The one before it is restored.")
+            continue
+        assert checkpoint is not None
+        restore(model, checkpoint, process)
+        return checkpoint.manifest
+    return None
+
+
+def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
+    """Raise TypeError or ValueError unless a sharded checkpoint can be saved or loaded. Return the path."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
+    if not model.built:
+        raise ValueError(
+            f"A model must be built before it is saved or restored. Received: {model!r}. "
+            "Add a `keras.Input`, or call the model on a batch of data."
+        )
+    check_safetensors()
+    return check_directory(name, directory)
+
+
+def check_directory(name: str, directory: Any) -> str:
+    """Raise TypeError or ValueError unless `directory` is a local path. Return it as a str."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"`{name}` must be a path. Received: {name}={directory!r}")
+    path = os.fspath(directory)
+    if not isinstance(path, str) or not path or "://" in path or "\0" in path:
+        raise ValueError(f"`{name}` must be the path of a local directory. Received: {name}={directory!r}")
+    return path
+
+
+def check_safetensors() -> None:
+    """Raise ModuleNotFoundError unless `safetensors` is installed."""
+    try:
+        import safetensors as _  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "Sharded checkpoints need safetensors, which is not installed. Run `pip install safetensors`.",
+            name="safetensors",
+        ) from None
+
+
+def _problem(function: Callable[[], Any]) -> Exception | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,244 @@
+"""Saves of sharded checkpoints: one folder per save, and the threads that write it.
+
+A directory holds folders `step-<step>-<token>`. The token is random, so two jobs, or a job and its restart, never write
+into the same folder. Processes exchange nothing while threads write: process 0 waits for the report of each process in
+the folder, then writes the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from typing import Any
+
+import keras
+
+from keras_shardopt.backends.active import processes
+from keras_shardopt.checkpoint.saving import communicating, from_chief, raise_together
+from keras_shardopt.checkpoint.sharded.pieces import (
+    MANIFEST,
+    Checkpoint,
+    report_path,
+    write_manifest,
+    write_process,
+)
+from keras_shardopt.checkpoint.sharded.state import about_model, about_process, sources_of
+
+WAIT_SECONDS = 600.0
+"""How long process 0 waits for the files of the other processes."""
+
+ABANDONED_SECONDS = 3600.0
+"""The age at which an unfinished save of another job is deleted."""
+
+_POLL_SECONDS = 0.02
+
+_FOLDER = re.compile(r"step-(?P<step>\d+)-[0-9a-f]{8}")
+
+
+class Save:
+    """A save in progress. All processes create it together; creating it copies this process's part to the host.
+
+    Args:
+        model: the model.
+        directory: str. Created if missing. All processes must see it.
+        about: facts for the manifest, JSON-serializable.
+
+    Raises:
+        OSError: on every process, if the directory cannot be written to or a process does not see it.
+    """
+
+    def __init__(self, model: Any, directory: str, about: dict[str, Any]) -> None:
+        self._model = model
+        self._problem: Exception | None = None
+        self._is_stopped = threading.Event()
+        with communicating(model):
+            self._begin(directory, about)
+        self._about_process = about_process()
+        self._thread = threading.Thread(target=self._write, name="keras_shardopt-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _begin(self, directory: str, about: dict[str, Any]) -> None:
+        self._process = processes.process()
+        step = _step(self._model)
+        self.folder: str = os.path.join(directory, from_chief(lambda: _new_folder(directory, step)))
+        problem = None
+        try:
+            if not _is_visible(self.folder):
+                raise OSError(
+                    f"All processes must see the same directory. Received: {directory!r}, in which process "
+                    f"{self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
+                )
+            self._sources = sources_of(self._model, self._process)
+        except Exception as error:
+            problem = error
+        raise_together(problem)
+        self._about = {
+            "step": step,
+            "num_processes": self._process[0],
+            "keras": keras.version(),
+            **about,
+            **about_model(self._model),
+            "config": _config(self._model) if self._process[1] == 0 else None,
+        }
+
+    def check(self, wait: bool) -> bool:
+        """Return whether the save is complete on all processes. All of them call it together.
+
+        Args:
+            wait: whether to wait until it is complete.
+
+        Raises:
+            OSError: on every process, if one could not write. The folder is deleted.
+        """
+        with communicating(self._model):
+            return self._check(wait)
+
+    def _check(self, wait: bool) -> bool:
+        while True:
+            is_done = not self._thread.is_alive()
+            everyones = processes.gather_objects((is_done, None if self._problem is None else str(self._problem)))
+            failed = [(index, words) for index, (_, words) in enumerate(everyones) if words is not None]
+            if failed:
+                self._fail(*failed[0])
+            if all(done for done, _ in everyones):
+                return True
+            if not wait:
+                return False
+            self._thread.join(_POLL_SECONDS)
+
+    def _fail(self, index: int, words: str) -> None:
+        self._is_stopped.set()
+        self._thread.join()
+        processes.gather_objects(None)  # no process writes into the folder any more
+        if self._process[1] == 0:
+            delete(self.folder)
+        if self._problem is not None and index == self._process[1]:
+            raise self._problem
+        raise OSError(f"Process {index} could not save its part: {words}")
+
+    def _write(self) -> None:
+        num_processes, index = self._process
+        try:
+            write_process(self.folder, index, self._sources, self._about_process)
+            self._sources = {}  # frees the copies
+            if index == 0:
+                self._await_reports(num_processes)
+                write_manifest(self.folder, num_processes, self._about)
+        except Exception as error:
+            self._problem = error
+
+    def _await_reports(self, num_processes: int) -> None:
+        missing = set(range(num_processes))
+        end = time.monotonic() + WAIT_SECONDS
+        while missing := {index for index in missing if not os.path.exists(report_path(self.folder, index))}:
+            if self._is_stopped.wait(_POLL_SECONDS):
+                raise OSError("The save was stopped, because another process could not save its part.")
+            if time.monotonic() > end:
+                raise OSError(
+                    f"Process 0 waited {WAIT_SECONDS:.0f} s for the files of processes {sorted(missing)} in "
+                    f"{self.folder!r}. Do all processes write to the same file system?"
+                )
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def complete_saves(directory: str) -> list[str]:
+    """Return the folders of complete checkpoints in a directory, oldest step first."""
+    folders = [folder for folder in _saves(directory) if is_complete(folder)]
+    return sorted(folders, key=lambda folder: (_step_of(folder), _time_of(folder)))
+
+
+def incomplete_saves(directory: str) -> list[str]:
+    """Return the folders of saves that are in progress, or were never finished."""
+    return [folder for folder in _saves(directory) if not is_complete(folder)]
+
+
+def newest(path: str) -> Checkpoint:
+    """Return the newest complete checkpoint in a directory, or the checkpoint whose folder is given.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        OSError: if it is damaged.
+    """
+    folders = [path] if is_complete(path) else complete_saves(path)
+    if not folders:
+        raise FileNotFoundError(f"There must be a complete sharded checkpoint. Received: {path!r}, which has none.")
+    return Checkpoint(folders[-1])
+
+
+def delete(folder: str) -> None:
+    """Delete a checkpoint, the manifest first: what remains of it if this fails is not a checkpoint."""
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(folder, MANIFEST))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_abandoned(directory: str) -> None:
+    """Delete unfinished saves of killed jobs. Their age is measured with the clock of the file system."""
+    with contextlib.suppress(OSError):
+        probe = os.path.join(directory, f".now-{secrets.token_hex(4)}")
+        with open(probe, "w"):
+            now = os.stat(probe).st_mtime
+        os.remove(probe)
+        for folder in incomplete_saves(directory):
+            if now - _time_of(folder) > ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _saves(directory: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [os.path.join(directory, name) for name in os.listdir(directory) if _FOLDER.fullmatch(name)]
+    return []
+
+
+def _new_folder(directory: str, step: int) -> str:
+    os.makedirs(directory, exist_ok=True)
+    name = f"step-{step:012d}-{secrets.token_hex(4)}"
+    os.mkdir(os.path.join(directory, name))
+    return name
+
+
+def _is_visible(folder: str) -> bool:
+    """Whether this process sees a folder that process 0 has created; network file systems show it a little later."""
+    for _ in range(50):
+        if os.path.isdir(folder):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_complete(folder: str) -> bool:
+    """Whether a folder is a complete checkpoint."""
+    return os.path.exists(os.path.join(folder, MANIFEST))
+
+
+def _step_of(folder: str) -> int:
+    found = _FOLDER.fullmatch(os.path.basename(folder))
+    return int(found["step"]) if found else -1
+
+
+def _time_of(folder: str) -> float:
+    return max([os.stat(folder).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(folder))])
+
+
+def _step(model: Any) -> int:
+    """Return the number of updates of a model's optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    return int(keras.ops.convert_to_numpy(optimizer.iterations)) if optimizer is not None and optimizer.built else 0
+
+
+def _config(model: Any) -> Any:
+    """Return the serialized model; None if Keras cannot serialize it. Such checkpoints load into a model only."""
+    try:
+        config = keras.saving.serialize_keras_object(model)
+        json.dumps(config)
+        return config
+    except Exception:
+        return None

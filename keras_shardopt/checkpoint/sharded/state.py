@@ -1,0 +1,239 @@
+"""The arrays of a model in a sharded checkpoint, under the paths of Keras' own weights files, and the way back.
+
+Names that start with "training/" are arrays that such files lack: seeds, buffers, residuals, the state of extensions.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.saving.saving_lib._save_state`, `_load_state` - visit all parts of a model that have variables.
+    `keras.src.saving.saving_lib.H5IOStore` - the kind of store that they accept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.saving import saving_lib
+
+from keras_shardopt.arguments import listed
+from keras_shardopt.backends import for_backend, stored_parts
+from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.stored_parts import OwnParts, Part, even_parts
+from keras_shardopt.checkpoint.sharded.pieces import Checkpoint, Source, StoredArray
+from keras_shardopt.checkpoint.training_state import (
+    build_optimizers,
+    built_on,
+    carried_values,
+    cross_shards_of,
+    extensions_of,
+    global_seed,
+    random_state,
+    saved_variables,
+    set_random_state,
+)
+from keras_shardopt.numerics import Variable
+from keras_shardopt.wrapping.chain import kind_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+# On JAX, `assign` of one process would compare values with the other processes.
+_alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
+
+_TRAINING = "training/"
+_WRAPPER_STATE = "/wrapper_state/"
+
+
+def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
+    """Copy everything that this process saves of a model to the host. All processes call it together."""
+    store = _Saved(process)
+    saving_lib._save_state(model, store, None, "", set())
+    sources = store.sources
+    for path, variable in _extra_variables(model, store.seen):
+        sources[path] = Source(stored_parts.own_parts(variable, process), {})
+    for name, variables in carried_values(model).items():
+        for i, variable in enumerate(variables):
+            sources[f"{_TRAINING}{name}/{i}"] = Source(_rows_of(variable, process), {})
+    for extension, name in extensions_of(model):
+        for i, array in enumerate(extension.save_state()):
+            sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.array(array), process), {})
+    return sources
+
+
+def about_model(model: Any) -> dict[str, Any]:
+    """Return the facts for the manifest that restoring needs. They are JSON-serializable."""
+    return {
+        "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
+        "built_on": built_on(model),
+        "has_global_seed": bool(global_seed(make=False)),
+    }
+
+
+def about_process() -> dict[str, Any]:
+    """Return the facts that only this process has."""
+    return {"random_state": random_state()}
+
+
+def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> None:
+    """Give a model the values of a checkpoint. All processes call it together.
+
+    Raises:
+        ValueError: if the checkpoint is of another model or optimizer. Then no value is changed.
+    """
+    manifest = checkpoint.manifest
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    build_optimizers(model, manifest["built_on"])
+    seen = _check_fits(model, checkpoint, process)
+    with contextlib.nullcontext() if _alone is None else _alone.assigning_alone():
+        saving_lib._load_state(model, _Loaded(checkpoint), None, "", visited_saveables=set())
+        if manifest["has_global_seed"]:
+            global_seed(make=True)
+        for path, variable in _extra_variables(model, seen):
+            if path in checkpoint and checkpoint[path].shape == tuple(variable.shape):
+                placement.assign_replica_values(variable, [np.asarray(checkpoint[path])])
+    for part in cross_shards_of(model):
+        part.pipeline.reset()
+    for extension, name in extensions_of(model):
+        extension.load_state(list(_numbered(checkpoint, name)))
+    for name, variables in carried_values(model).items():
+        _restore_rows(variables, list(_numbered(checkpoint, name)), process)
+    states = [each["random_state"] for each in manifest["processes"]]
+    is_own = len(states) == process[0]
+    set_random_state(states[process[1] if is_own else 0], is_own)
+
+
+def _extra_variables(model: Any, seen: set[int]) -> Iterator[tuple[str, Variable]]:
+    """Yield the variables that Keras' weights files lack, and their paths."""
+    in_file = {id(v) for optimizer in optimizers_of(model) for v in _variables_in_file(optimizer)}
+    extra = [v for v in saved_variables(model) if id(v) not in seen | in_file]
+    yield from ((f"{_TRAINING}variables/{i}", variable) for i, variable in enumerate(extra))
+    yield from ((f"{_TRAINING}global_seed/{i}", seed) for i, seed in enumerate(global_seed(make=False)))
+
+
+def _variables_in_file(optimizer: Any) -> list[Variable]:
+    if not isinstance(optimizer, OptimizerWrapper):
+        return list(optimizer.variables)
+    own = optimizer.wrapper_state
+    return [*optimizer._inner_state, *([] if own is None else own.variables)]
+
+
+def _numbered(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
+    num = 0
+    while (path := f"{_TRAINING}{name}/{num}") in checkpoint:
+        yield np.asarray(checkpoint[path])
+        num += 1
+
+
+def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
+    """Return this process's rows of an array with one row per replica."""
+    rows = [np.array(row) for row in placement.replica_values(variable)]
+    counts = processes.gather_objects(len(rows))
+    first = sum(counts[: process[1]])
+    parts = [Part((first + i, *(0 for _ in row.shape)), row[None]) for i, row in enumerate(rows)]
+    return OwnParts((sum(counts), *rows[0].shape), str(rows[0].dtype), parts, is_flat=False)
+
+
+def _restore_rows(variables: Sequence[Variable], stored: Sequence[np.ndarray], process: tuple[int, int]) -> None:
+    """Assign each replica its row; do nothing if the variables or the number of replicas differ."""
+    own = [placement.replica_values(variable) for variable in variables]
+    counts = processes.gather_objects(len(own[0]) if own else 0)
+    if [array.shape for array in stored] != [(sum(counts), *rows[0].shape) for rows in own]:
+        return
+    first = sum(counts[: process[1]])
+    for variable, rows, array in zip(variables, own, stored):
+        placement.assign_replica_values(variable, list(array[first : first + len(rows)]))
+
+
+def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> set[int]:
+    """Raise ValueError unless the checkpoint is of this model. Return the ids of the variables that files hold."""
+    store = _Saved(process, is_dry=True)
+    saving_lib._save_state(model, store, None, "", set())
+    has_optimizer = bool(optimizers_of(model))
+    own = {path: source.own.shape for path, source in store.sources.items()}
+    stored = {path: checkpoint[path].shape for path in checkpoint if not path.startswith(_TRAINING)}
+    problems = []
+    kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
+    if has_optimizer and kinds != checkpoint.manifest["optimizers"]:
+        problems.append(f"state of {listed(checkpoint.manifest['optimizers'])}, but the model has {listed(kinds)}")
+    for path in sorted(own.keys() | stored.keys()):
+        is_optional = _WRAPPER_STATE in path or (path not in own and not has_optimizer)
+        if path not in own or path not in stored:
+            problems += (
+                [] if is_optional else [f"`{path}` {'only in the model' if path in own else 'not in the model'}"]
+            )
+        elif own[path] not in (None, stored[path]):
+            problems.append(f"`{path}` of shape {stored[path]}, but the model's has shape {own[path]}")
+    if problems:
+        raise ValueError(
+            f"The checkpoint must be of the same model and optimizer. Received: {checkpoint.folder!r}, with "
+            f"{listed(problems)}."
+        )
+    return store.seen
+
+
+class _Saved(saving_lib.H5IOStore):
+    """A store that receives what a process saves.
+
+    Args:
+        process: the number of processes, and the index of this one.
+        is_dry: bool. True keeps shapes and drops the values.
+    """
+
+    def __init__(self, process: tuple[int, int], is_dry: bool = False) -> None:
+        self.process = process
+        self._is_dry = is_dry
+        self.sources: dict[str, Source] = {}
+        self.seen: set[int] = set()
+        self._prefix = ""
+        self._h5_entry_group: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: dict[str, Any] | None = None) -> _Saved:
+        self._prefix = f"{path}/vars/" if path else "vars/"
+        self._h5_entry_group = {}  # a new group; wrappers set attributes of its arrays
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, keras.Variable):
+            self.seen.add(id(value))
+            value = stored_parts.own_parts(value, self.process)
+        elif not isinstance(value, OwnParts):
+            value = even_parts(np.array(keras.ops.convert_to_numpy(value)), self.process)
+        source = Source(value._replace(parts=[]) if self._is_dry else value, {})
+        self.sources[self._prefix + key] = source
+        self._h5_entry_group[key] = types.SimpleNamespace(attrs=source.notes)
+
+
+class _Loaded(saving_lib.H5IOStore):
+    """A store that reads a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._h5_entry_group: dict[str, Any] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        for path in checkpoint:
+            group, _, key = path.rpartition("/")
+            array = checkpoint[path]
+            self._groups.setdefault(group, {})[key] = types.SimpleNamespace(attrs=array.notes, array=array)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, path: str) -> _Loaded:
+        self._h5_entry_group = self._groups.get(f"{path}/vars" if path else "vars", {})
+        return self
+
+    def has_path(self, path: str) -> bool:
+        return any(group == path or group.startswith(f"{path}/") for group in self._groups)
+
+    def stored(self, key: str) -> StoredArray:
+        """Return an array that is not read yet."""
+        array: StoredArray = self._h5_entry_group[key].array
+        return array
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return np.asarray(self.stored(key))

@@ -1,0 +1,119 @@
+"""The state that resumed training needs, in addition to the weights and the optimizer state of a model file.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers without their own.
+    `keras.src.backend.common.global_state` - holds that seed as "global_seed_generator" once it exists.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.models import buffers_of, optimizers_of
+from keras_shardopt.checkpoint.saving import needs_all_processes
+from keras_shardopt.numerics import Optimizer
+from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.wrapping.chain import shared_variables
+
+REPLICA_STATE = "of_each_replica_"
+
+
+def built_on(model: Any) -> list[list[int] | None]:
+    """Returns, for each optimizer of a model, the indices of the variables it was built on; None if it was not."""
+    places = {id(v): i for i, v in enumerate(model.variables)}
+    found: list[list[int] | None] = []
+    for optimizer in optimizers_of(model):
+        indices = [places.get(id(v)) for v in getattr(optimizer, "_trainable_variables", [])]
+        is_whole = optimizer.built and None not in indices
+        found.append([i for i in indices if i is not None] if is_whole else None)
+    return found
+
+
+def build_optimizers(model: Any, indices: list[list[int] | None]) -> None:
+    """Builds optimizers other than `model.optimizer`; only a custom training step would build them."""
+    variables = model.variables
+    for optimizer, own in zip(optimizers_of(model), indices):
+        if own is not None and not optimizer.built:
+            optimizer.build([variables[i] for i in own])
+
+
+def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
+    """Returns the values that each replica carries from one reduction to the next, by name."""
+    found: dict[str, list[keras.Variable]] = {}
+    for part in cross_shards_of(model):
+        for name, variables in part.pipeline.transport.carried.items():
+            found.setdefault(name, []).extend(variables)
+    return found
+
+
+def is_stored_whole(optimizer: Optimizer) -> bool:
+    """Whether a backup stores full-sized state. Such a backup fits any number of replicas."""
+    return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
+
+
+def saved_variables(model: Any) -> list[keras.Variable]:
+    """Returns the variables that a backup stores as they are on every process."""
+    return [*model.variables, *buffers_of(model), *optimizer_variables(model)]
+
+
+def optimizer_variables(model: Any) -> list[keras.Variable]:
+    """Returns the optimizer variables that every process has a copy of."""
+    return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
+
+
+def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
+    if is_stored_whole(optimizer):  # files lack only the counts of skipped steps
+        own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
+        return [v for v in optimizer.variables if id(v) in own]
+    extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
+    per_replica = {id(v) for extension in extensions for v in extension.private}
+    return [v for v in shared_variables(optimizer) if id(v) not in per_replica]
+
+
+def extensions_of(model: Any) -> list[tuple[Any, str]]:
+    """Returns the extensions with per-replica state, each with the name of this state in backups."""
+    found = [each for part in cross_shards_of(model) for each in part.extension_stages if each.keeps_state]
+    return [(extension, f"{'abcdefgh'[i]}_{REPLICA_STATE}") for i, extension in enumerate(found)]
+
+
+def cross_shards_of(model: Any) -> list[Any]:
+    """Returns each `CrossShard` in the optimizers of a model."""
+    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+
+
+def global_seed(make: bool) -> list[keras.Variable]:
+    """Returns Keras' global seed in a list, or an empty list if it does not exist."""
+    found = (
+        seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
+    )
+    return [] if found is None else [found.state]
+
+
+# PyTorch has its own global random numbers.
+_generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this process's global random numbers, JSON-serializable."""
+    kind, keys, *others = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *others],
+        "framework": None if _generators is None else _generators.rng_state(),
+    }
+
+
+def set_random_state(state: dict[str, Any], is_own: bool) -> None:
+    """Restores the result of `random_state` of this process (`is_own`) or of rank 0."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    if _generators is not None and state["framework"] is not None:  # None from another backend
+        _generators.set_rng_state(state["framework"], is_own)
