@@ -100,7 +100,11 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     All of them are raised on every process.
 
     Example:
-        See `save_sharded`.
+        >>> import keras, tempfile, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> path = ks.save_sharded(model, tempfile.mkdtemp())
+        >>> ks.load_sharded(model, path)
+        Position(step=0, epoch=0)
 
     References:
         `torch.distributed.checkpoint` and Orbax, which do this for one framework each.

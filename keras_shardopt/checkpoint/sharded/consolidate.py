@@ -41,9 +41,10 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         OSError: if the checkpoint is damaged, or the file cannot be written.
 
     Example:
-        >>> import keras, os, tempfile, keras_shardopt as ks
+        >>> import keras, numpy as np, os, tempfile, keras_shardopt as ks
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile(ks.CrossShard("adam"), "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
         >>> directory = tempfile.mkdtemp()
         >>> path = ks.save_sharded(model, directory)
         >>> ks.consolidate(directory, os.path.join(directory, "model.keras"))
