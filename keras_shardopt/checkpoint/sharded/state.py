@@ -83,8 +83,9 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
         ValueError: if the checkpoint is of another model or optimizer. Then no value is changed.
     """
     manifest = checkpoint.manifest
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    optimizer = getattr(model, "optimizer", None)  # a `Sequential` model gets the attribute in `compile`
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
     build_optimizers(model, manifest["built_on"])
     seen = _check_fits(model, checkpoint, process)
     with contextlib.nullcontext() if _alone is None else _alone.assigning_alone():
