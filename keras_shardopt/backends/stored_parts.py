@@ -11,9 +11,6 @@ from keras import ops
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Variable, dtype_of
 
-# Backends with arrays that lie on several processes.
-_arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
-
 
 class Part(NamedTuple):
     """A part of an array, on the host."""
@@ -57,6 +54,10 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     is_own = start < stop or (array.size == 0 and process[1] == 0)
     parts = [Part((start,), array.reshape(-1)[start:stop])] if is_own else []
     return OwnParts(array.shape, str(array.dtype), parts)
+
+
+# Backends with arrays that lie on several processes. Their modules import the names above.
+_arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 
 def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
