@@ -248,7 +248,7 @@ def methods_inside(context: Callable[[Any], contextlib.AbstractContextManager[No
 _HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
 
 
-def note_own_statistics(model: Any, has_own: bool) -> None:
+def set_replica_statistics(model: Any, has_own: bool) -> None:
     """Record whether this replica has its own moving statistics, if each replica has a copy of the model."""
     object.__setattr__(model, _HAS_OWN_STATISTICS, has_own)
 

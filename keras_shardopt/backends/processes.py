@@ -56,7 +56,7 @@ def seeding_without_tensorflow() -> Iterator[None]:
         rng_utils.tf = in_keras
 
 
-def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
+def different_calls_message(calls: dict[int, str], noun: str, more: str = "") -> str:
     """Return the error message for processes or ranks that make different calls, given by number."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
@@ -82,7 +82,7 @@ def check_same_calls(
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
         calls = [bytes(row).decode(errors="replace").strip() for row in letters]
-        raise ValueError(unlike_calls(dict(enumerate(calls)), noun))
+        raise ValueError(different_calls_message(dict(enumerate(calls)), noun))
 
 
 _NUM_LETTERS = 120

@@ -214,7 +214,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     all_labels: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
-        if isinstance(part, CrossShard) and any(extension.are_apart for extension in part.extension_stages):
+        if isinstance(part, CrossShard) and any(extension.weights_differ for extension in part.extension_stages):
             groups = [[i] for i in range(num_replicas)]
         if groups is None and not isinstance(part, CrossShard):
             continue

@@ -210,7 +210,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             return
         random_states = processes.gather_objects(random_state())
         replica_states = {name: extension.save_state() for extension, name in extensions_of(model)}
-        carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in carried_values(model).items()}
+        carried = {
+            k: [np.stack(_all_replica_values(v)) for v in variables] for k, variables in carried_values(model).items()
+        }
         problem = None
         try:
             if is_chief():
@@ -332,7 +334,7 @@ def _sendable(error: Exception) -> Exception:
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
-def _everyones(variable: keras.Variable) -> list[np.ndarray]:
+def _all_replica_values(variable: keras.Variable) -> list[np.ndarray]:
     """Returns the values of a variable on all replicas. All processes call it together."""
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 

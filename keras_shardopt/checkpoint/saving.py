@@ -189,7 +189,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         model = self.model
         with communicating(model):
             # The result is None on other processes of a job after communication has ended.
-            path, self.best = from_chief(lambda: self._decide(epoch, batch, logs or {})) or (None, self.best)
+            path, self.best = from_rank_0(lambda: self._decide(epoch, batch, logs or {})) or (None, self.best)
         if path is None:
             return
         (save_weights if self.save_weights_only else save_model)(model, path)
@@ -249,7 +249,7 @@ def _before_reading(model: Any) -> None:
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
-                part.pipeline.before_look()
+                part.pipeline.before_reading()
 
 
 # TensorFlow: a variable may be one that all processes must read together.
@@ -285,7 +285,7 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
         placement.outside_strategy(lambda: save(model, path))
 
 
-def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Calls Keras' `save` or `save_weights` on a prepared model, on any number of the processes.
 
     Each calling process writes a temporary file and renames it. Folders, remote paths and further arguments go
@@ -322,16 +322,16 @@ def _copy(source: str, target: str) -> None:
 
 def needs_all(model: Any) -> bool:
     """Whether saving needs every process for one of the model's optimizers."""
-    return any(needs_all_processes(optimizer) for optimizer in optimizers_of(model))
+    return any(saves_collectively(optimizer) for optimizer in optimizers_of(model))
 
 
-def needs_all_processes(optimizer: Optimizer) -> bool:
+def saves_collectively(optimizer: Optimizer) -> bool:
     """Whether saving this optimizer's state needs every process."""
     chain = [optimizer, *descendants(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
-def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processes) -> list[tuple[Any, str]]:
+def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively) -> list[tuple[Any, str]]:
     """Returns the objects that save the state of the optimizers selected by `which`, with their names, in Keras' order.
 
     Divided state is gathered from all processes, so all must save these objects in this order.
@@ -459,7 +459,7 @@ def raising_together() -> Iterator[None]:
     raise_together(problem)
 
 
-def from_chief(function: Callable[[], Any]) -> Any:
+def from_rank_0(function: Callable[[], Any]) -> Any:
     """Calls `function` on rank 0; returns its result, or raises its error, on every process."""
     result, problem = None, None
     if is_chief():

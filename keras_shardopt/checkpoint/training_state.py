@@ -17,7 +17,7 @@ from keras.src.random import seed_generator
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.models import buffers_of, optimizers_of
-from keras_shardopt.checkpoint.saving import needs_all_processes
+from keras_shardopt.checkpoint.saving import saves_collectively
 from keras_shardopt.numerics import Optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.wrapping.chain import shared_variables
@@ -55,7 +55,7 @@ def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
 
 def is_stored_whole(optimizer: Optimizer) -> bool:
     """Whether a backup stores full-sized state. Such a backup fits any number of replicas."""
-    return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
+    return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def saved_variables(model: Any) -> list[keras.Variable]:
@@ -73,7 +73,7 @@ def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
-    per_replica = {id(v) for extension in extensions for v in extension.private}
+    per_replica = {id(v) for extension in extensions for v in extension.replica_state}
     return [v for v in shared_variables(optimizer) if id(v) not in per_replica]
 
 

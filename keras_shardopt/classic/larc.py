@@ -113,7 +113,7 @@ class LARC(OptimizerWrapper):
         wide = [self._wide(grads[i], variables[i]) for i in scaled]
         factors = self._ratios(wide, [variables[i] for i in scaled])
         by_place = dict(zip(scaled, factors))
-        if self._hands_over(grads, variables, [by_place.get(i) for i in range(len(grads))]):
+        if self._delegates_factors(grads, variables, [by_place.get(i) for i in range(len(grads))]):
             return result
         for i, grad, factor in zip(scaled, wide, factors):
             result[i] = self._times(grad, factor, dtype_of(variables[i]))

@@ -53,7 +53,7 @@ class SharedDraws:
             yield
             return
         if self._states is None or self._num_calls != _num_calls:
-            self._states, self._num_calls = _take_from_first(), _num_calls
+            self._states, self._num_calls = _states_of_process_0(), _num_calls
         before = self._states
         own = {name: _GENERATORS[name][0]() for name in before}
         _set(before)
@@ -84,7 +84,7 @@ def wait_for_batch_order(adapter: Any) -> None:
     enqueuer.start = start_and_wait
 
 
-def _take_from_first() -> dict[str, Any]:
+def _states_of_process_0() -> dict[str, Any]:
     """Returns process 0's states of the generators that differ between processes."""
     states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
     # PyTorch's differ after the first step, because unseeded dropout draws from them.

@@ -31,10 +31,10 @@ def reducers_in(model: Any) -> list[Any]:
     return [reducer for optimizer in optimizers_in_step(model) for reducer in cross_shards(optimizer)]
 
 
-def before_look(reducers: Sequence[Any]) -> None:
+def before_reading(reducers: Sequence[Any]) -> None:
     """Prepare the weights that these `CrossShard` optimizers update for reading. All processes call it together."""
     for reducer in reducers:
-        reducer.pipeline.before_look()
+        reducer.pipeline.before_reading()
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:

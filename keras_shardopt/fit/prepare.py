@@ -16,7 +16,7 @@ from keras_shardopt.fit.calls import reducers_in, refuse_groups
 from keras_shardopt.fit.prepared import PreparedModel
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
-from keras_shardopt.optimizers.made import note_made
+from keras_shardopt.optimizers.made import register_created
 
 Model = TypeVar("Model")
 
@@ -124,7 +124,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
-            note_made(optimizer)
+            register_created(optimizer)
     trainer = for_backend(TRAINERS)
     install("prepare")
     if trainer is None:

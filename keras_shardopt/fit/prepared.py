@@ -15,7 +15,7 @@ import keras
 
 from keras_shardopt.backends.models import Prepared
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import write_apart
+from keras_shardopt.checkpoint.saving import save_from_any_process
 from keras_shardopt.update.losses import additional_loss
 
 
@@ -23,10 +23,10 @@ class PreparedModel(Prepared, keras.Model):
     """Writes complete files, shares added losses, and warns of epochs without batches. Each backend has a subclass."""
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        write_apart(self, super().save, *args, **kwargs)
+        save_from_any_process(self, super().save, *args, **kwargs)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        write_apart(self, super().save_weights, *args, **kwargs)
+        save_from_any_process(self, super().save_weights, *args, **kwargs)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         return additional_loss(self, super()._aggregate_additional_loss, loss)

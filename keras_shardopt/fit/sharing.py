@@ -41,7 +41,7 @@ def set_sharing(model: Any, auto_shard: bool | None, gather: bool | None) -> Non
     object.__setattr__(model, _SHARING, dataclasses.replace(sharing_of(model), **changed))
 
 
-def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def splits_separate_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call of `fit` with these arguments splits validation data from this process's part of the data."""
     names = list(inspect.signature(keras.Model.fit).parameters)[1:]
     given = {**dict(zip(names, args)), **kwargs}

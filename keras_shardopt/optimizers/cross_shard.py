@@ -11,7 +11,7 @@ from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
 from keras_shardopt.optimizers.communication import ReportsCommunication
-from keras_shardopt.optimizers.made import note_made
+from keras_shardopt.optimizers.made import register_created
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.one_replica import OneReplicaShortcut
 from keras_shardopt.optimizers.two_phases import TwoPhases
@@ -162,10 +162,10 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
         reducer: Any = reducers[0] if reducers else reducer_of(self._context, options)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
-        note_made(self)
+        register_created(self)
 
     @property
-    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+    def _may_skip_updates(self) -> bool:  # type: ignore[override]
         return self.on_nonfinite != "ignore"
 
     @property
@@ -201,9 +201,9 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 
     @property
-    def _lasting_state(self) -> list[Variable]:
+    def _saved_state(self) -> list[Variable]:
         """The variables in files: those of extensions. Files do not store an unfinished accumulation window."""
-        return [variable for extension in self.extension_stages for variable in extension.lasting]
+        return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property
     def _replica_state(self) -> list[Variable]:
@@ -216,12 +216,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
         per_replica = {id(v) for v in self._replica_state}
         return [v for v in self._variables if id(v) not in per_replica]
 
-    def _on_file(self, loads: bool) -> None:
-        super()._on_file(loads)
+    def _before_file_access(self, loads: bool) -> None:
+        super()._before_file_access(loads)
         if loads and self.built:
             self.pipeline.reset()  # discards an unfinished accumulation window
         else:
-            self.pipeline.before_look()
+            self.pipeline.before_reading()
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -252,18 +252,18 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Signals the end of training to other ranks."""
-        started = self.peers.still_there()
+        started = self.peers.connected_ranks()
         if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # a compiled step cannot have raised
             self.check_finite()
         else:
-            self.pipeline.before_look()
+            self.pipeline.before_reading()
         super().finalize_variable_values(var_list)
 
     def _written(self) -> list[Variable]:
         """All variables that an update reads or assigns."""
-        per_replica = [variable for extension in self.extension_stages for variable in extension.private]
+        per_replica = [variable for extension in self.extension_stages for variable in extension.replica_state]
         return [*self._trainable_variables, *self._shared_variables, *per_replica, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:

@@ -74,7 +74,7 @@ class GradientClipping(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "element"
-    _adds_up_slices = True
+    _sums_over_slices = True
     _arguments = ("clip_gradients",)
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
@@ -91,7 +91,7 @@ class GradientClipping(OptimizerWrapper):
         norm = norm_over_replicas(norm) if self._scope.holds_slices else norm
         factor = factor_within(norm, ops.cast(self.clip_gradients * self._incoming_scale(), dtype_of(norm)))
         factors = [None if overwrites_variable(variable) else factor for variable in variables]
-        if self._hands_over(grads, variables, factors):
+        if self._delegates_factors(grads, variables, factors):
             return result
         for i in clipped:
             result[i] = like_variable(times(grads[i], factor), variables[i])

@@ -69,7 +69,7 @@ class ScaledUpdate(OptimizerWrapper):
         return self._scaler is not None
 
     @property
-    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+    def _may_skip_updates(self) -> bool:  # type: ignore[override]
         return self._scaler is not None or self._skipped is not None
 
     @property
@@ -126,7 +126,7 @@ class ScaledUpdate(OptimizerWrapper):
             wide = ["float64" if dtype_of(variables[i]) == "float64" else "float32" for i in plain]
             divisors = {dtype: ops.cast(scale, dtype) for dtype in set(wide)}
             by_place = {i: divisors[dtype] for i, dtype in zip(plain, wide)}
-            if self._hands_over(grads, variables, [by_place.get(i) for i in range(len(grads))], divides=True):
+            if self._delegates_factors(grads, variables, [by_place.get(i) for i in range(len(grads))], divides=True):
                 return grads
         result = list(grads)
         for i in plain:
@@ -192,7 +192,7 @@ class ScaledUpdate(OptimizerWrapper):
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # If each replica runs its own program, all must make the same decision, however gradients arrive. If a user
         # set `gradients=`, that may be wrong or differ between replicas, so they exchange their results.
-        is_set = any(reducer.state_finder.told is not None for reducer in reducers)
+        is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ

@@ -28,9 +28,9 @@ def collected() -> Iterator[weakref.WeakSet[Any]]:
         _collections[:] = [other for other in _collections if other is not found]
 
 
-def note_made(optimizer: Optimizer) -> None:
+def register_created(optimizer: Optimizer) -> None:
     """Notes a new or newly prepared optimizer that communicates with other replicas."""
     for found in _collections:
         found.add(optimizer)
     if _watching is not None:
-        _watching.optimizer_made(optimizer)
+        _watching.optimizer_created(optimizer)

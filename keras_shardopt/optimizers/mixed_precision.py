@@ -117,14 +117,14 @@ class MixedPrecision(ScaledUpdate):
         return True
 
     @property
-    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
-        return not self.built or super()._leaves_out_updates
+    def _may_skip_updates(self) -> bool:  # type: ignore[override]
+        return not self.built or super()._may_skip_updates
 
     @property
-    def _lasting_state(self) -> list[Variable]:
+    def _saved_state(self) -> list[Variable]:
         """Omits the skip counter of a constant scale, for files compatible with versions without that counter."""
         skipped = self._skipped if self._scaler is None else None
-        return [v for v in super()._lasting_state if v is not skipped]
+        return [v for v in super()._saved_state if v is not skipped]
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Creates the master weights, and builds the inner optimizer on them."""

@@ -11,7 +11,7 @@ from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
-from keras_shardopt.wrapping.rollback import note_before_assignment
+from keras_shardopt.wrapping.rollback import save_before_assignment
 
 
 class TwoPhases:
@@ -75,7 +75,7 @@ class TwoPhases:
         def scaled() -> tuple[Tensor, None]:
             return self.inner.scale_loss(scalar_loss(loss())), None
 
-        grads, _ = runtime.value_and_grad(scaled, variables, self.axis_name, note_before_assignment)
+        grads, _ = runtime.value_and_grad(scaled, variables, self.axis_name, save_before_assignment)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
         self._computed = True
         return list(zip(grads, variables))

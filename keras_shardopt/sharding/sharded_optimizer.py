@@ -185,8 +185,8 @@ class ShardedState(OptimizerWrapper):
         is_divided = self._shards is not None and save_type != "checkpoint"
         return {} if is_divided else super()._trackable_children(save_type, **kwargs)
 
-    def _on_file(self, loads: bool) -> None:
-        super()._on_file(loads)
+    def _before_file_access(self, loads: bool) -> None:
+        super()._before_file_access(loads)
         if loads and self.shard_state and not self.built:
             build_for_its_model(self)
             if not self.built and len(placement.replica_values(self.iterations)) > 1:

@@ -15,8 +15,8 @@ Variables other than weights and optimizer state are of these kinds:
 - `Stage._replica_state`: has a different value on each replica, such as the sums of an accumulation window.
 - `Transport.carried`: passes values from one reduction to the next on the same replica, such as coding errors. Inside a
   step, `Step.own` holds this replica's values.
-- `ExtensionStage.private`: optimizer state that each replica updates separately, as in local SGD.
-- `ExtensionStage.lasting`: is in optimizer files. Files omit the variables of other stages.
+- `ExtensionStage.replica_state`: optimizer state that each replica updates separately, as in local SGD.
+- `ExtensionStage.saved_variables`: is in optimizer files. Files omit the variables of other stages.
 
 A new feature is a file with a `Stage`, and a row in `STAGES`.
 """

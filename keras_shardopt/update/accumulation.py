@@ -73,7 +73,7 @@ class Accumulation(Stage):
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []
-        return [cls(num_steps, options.looks_at_own_gradients, context)]
+        return [cls(num_steps, options.uses_local_gradients, context)]
 
     @property
     def is_built(self) -> bool:

@@ -104,7 +104,7 @@ class StageContext:
     @property
     def declared_state(self) -> GradientState | None:
         """The state of gradients set by the argument `gradients` or a trainer; None to detect it."""
-        state: GradientState | None = self._optimizer.state_finder.told
+        state: GradientState | None = self._optimizer.state_finder.declared_state
         return state
 
     @property

@@ -76,7 +76,7 @@ def _sums(
     # Members of a group may detect another group's failure at different times, so they exchange a flag.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
-    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.others_have_failed()
+    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.has_new_failure()
     failed = [has_failed] if is_group else []
     trained = None if reduction.trained is None else [reduction.trained[i] for i in plain]
     channel = SideChannel(members, variables, [g is not None for g in grads], trained, reduction.trains, failed)
@@ -94,7 +94,7 @@ def _sums(
         received_flags.check_same_variables()
     except ValueError as error:
         if ranks is not None:
-            ranks.say_failure(str(error), members.members[0])
+            ranks.report_failure(str(error), members.members[0])
         raise
     return [total if has else None for total, has in zip(sums, received_flags.present)], nonfinite_flags
 
@@ -102,7 +102,7 @@ def _sums(
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raise the ValueError that the replicas of another group have raised before."""
     ranks = _ranks_of(replicas)
-    words = "" if ranks is None else ranks.take_failure()
+    words = "" if ranks is None else ranks.read_failure()
     raise ValueError(words or "All groups must train. Received: an error in another group. See its message.")
 
 

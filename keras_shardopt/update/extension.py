@@ -114,22 +114,22 @@ class ExtensionStage(Stage):
     optimizers: Sequence[Any] = ()
     """Its optimizers, in addition to the inner one."""
 
-    lasting: Sequence[Variable] = ()
+    saved_variables: Sequence[Variable] = ()
     """Its variables that optimizer files contain."""
 
-    private: Sequence[Variable] = ()
+    replica_state: Sequence[Variable] = ()
     """Optimizer state that each replica updates separately. `_replica_state` includes it once values may differ."""
 
-    are_apart: bool = False
+    weights_differ: bool = False
     """Whether replicas currently have different weights."""
 
-    settles_skips: bool = False
+    restores_skipped_updates: bool = False
     """Whether it restores moving statistics after skipped updates, in place of `Rollback.settled`."""
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if a loss-scaling optimizer `outer` must not wrap this one."""
 
-    def before_look(self) -> None:
+    def before_reading(self) -> None:
         """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:

@@ -47,7 +47,7 @@ class GradientStateFinder:
         """The options that need each replica's gradients, as `name=value`."""
         self.accumulates = accumulates
         self._optimizer = optimizer
-        self.told: GradientState | None = GRADIENT_STATES[options.gradients]
+        self.declared_state: GradientState | None = GRADIENT_STATES[options.gradients]
         """The state set by `gradients` or `tell`; None to detect it."""
         self._last: GradientState | None = None
         self._warned: set[str] = set()
@@ -60,12 +60,12 @@ class GradientStateFinder:
     @property
     def may_be_local(self) -> bool:
         """Whether gradients may arrive unreduced and undivided (`LOCAL`)."""
-        return self._options.gradients in ("auto", "local") and self.told in (None, GradientState.LOCAL)
+        return self._options.gradients in ("auto", "local") and self.declared_state in (None, GradientState.LOCAL)
 
-    def tell(self, state: GradientState | None) -> None:
+    def declare(self, state: GradientState | None) -> None:
         """Set the state of later gradients, unless the argument `gradients` has set it; None to detect it."""
         if self._options.gradients == "auto":
-            self.told = state
+            self.declared_state = state
 
     def classify(self, step: Step, comm: Communicator) -> Step:
         """Return the step with its `gradient_state`.
@@ -91,10 +91,10 @@ class GradientStateFinder:
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
         """Return the state of these gradients: set, or detected by the backend."""
-        if self.told is not None:
-            for doubt in _evidence_of(comm, self.told).doubts if self._options.gradients != "auto" else ():
+        if self.declared_state is not None:
+            for doubt in _evidence_of(comm, self.declared_state).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
-            return self.told
+            return self.declared_state
         state = comm.gradient_state(step.grads, step.variables)
         is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:

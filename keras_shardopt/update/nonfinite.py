@@ -55,7 +55,7 @@ class SkipNonFinite(Stage):
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         if options.on_nonfinite == "ignore":
             return []
-        return [cls(context, context.skips_inside, options.looks_at_own_gradients)]
+        return [cls(context, context.skips_inside, options.uses_local_gradients)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Check gradients that were reduced elsewhere without a check."""

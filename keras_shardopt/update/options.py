@@ -124,7 +124,7 @@ class CrossShardOptions:
         return self.torch or TorchSpeed()
 
     @property
-    def looks_at_own_gradients(self) -> bool:
+    def uses_local_gradients(self) -> bool:
         """Whether an argument or a stage uses each replica's gradients before the reduction."""
         has_option = self.replica_clipnorm is not None or self.replica_transform is not None
         return has_option or any(stage.needs_local_gradients for stage in self.stages)
@@ -133,7 +133,7 @@ class CrossShardOptions:
     def is_plain(self) -> bool:
         """Whether no option or stage processes a replica's gradients between backward pass and reduction."""
         has_stage = any(stage._overrides("collect", "local") for stage in self.stages)
-        return not (self.group_assignment or self.extensions or self.looks_at_own_gradients or has_stage)
+        return not (self.group_assignment or self.extensions or self.uses_local_gradients or has_stage)
 
     def needing_local_gradients(self) -> list[str]:
         """Return the arguments that need each replica's gradients, as `name=value`."""

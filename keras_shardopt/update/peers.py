@@ -70,7 +70,7 @@ class Peers:
         self.started = comm
         return factor
 
-    def still_there(self) -> Communicator | None:
+    def connected_ranks(self) -> Communicator | None:
         """Return the ranks of `started` if their process group is still the current one; None otherwise."""
         if self.started is None:
             return None

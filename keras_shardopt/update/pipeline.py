@@ -116,11 +116,11 @@ class Pipeline:
             stage.reset()
         self.transport.reset()
 
-    def before_look(self) -> None:
+    def before_reading(self) -> None:
         """Notify extensions that weights are about to be read or saved. All processes call it together."""
         for stage in self.stages:
             if isinstance(stage, ExtensionStage):
-                stage.before_look()
+                stage.before_reading()
 
     def run(self, step: Step) -> None:
         """Process the step of one `apply`."""

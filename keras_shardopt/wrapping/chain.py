@@ -33,7 +33,7 @@ class Wrapping:
     _shard_unit: Literal["element", "variable"] | None = None
     """The smallest unit of gradients that it can process correctly; None if it needs all gradients whole."""
 
-    _adds_up_slices: bool = False
+    _sums_over_slices: bool = False
     """Whether it sums over all elements. With divided state, it sums slice by slice."""
 
     _takes_penalties: bool = False
@@ -42,7 +42,7 @@ class Wrapping:
     _scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 
-    _leaves_out_updates: bool = False
+    _may_skip_updates: bool = False
     """Whether it skips updates with gradients that are not finite, itself and for any reason."""
 
 

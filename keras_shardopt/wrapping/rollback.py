@@ -223,7 +223,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
     made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:
         part._rollback = None
-    if not any(map(leaves_out_updates, chain)):
+    if not any(map(may_skip_updates, chain)):
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
     accumulators = None if accumulating is None else accumulating.accumulation
@@ -239,9 +239,9 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
     return rollback
 
 
-def leaves_out_updates(optimizer: Optimizer) -> bool:
+def may_skip_updates(optimizer: Optimizer) -> bool:
     """Whether it skips updates with gradients that are not finite, itself."""
-    return getattr(optimizer, "_leaves_out_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
+    return getattr(optimizer, "_may_skip_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 class _Stamp:
@@ -309,7 +309,7 @@ class _RollsBackStateless(keras.Model):
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
         rollback = getattr(self.optimizer, "_rollback", None)
-        if any(extension.settles_skips for extension in getattr(self.optimizer, "extension_stages", ())):
+        if any(extension.restores_skipped_updates for extension in getattr(self.optimizer, "extension_stages", ())):
             return result
         if rollback is not None:
             return rollback.settled(self, state, result)
@@ -405,7 +405,7 @@ def watching_layers(before_assignment: Callable[[Variable], None]) -> Iterator[N
         _before_assignment = previous
 
 
-def note_before_assignment(variable: Variable) -> None:
+def save_before_assignment(variable: Variable) -> None:
     """Save the value of a variable that a loss is about to assign."""
     if _is_saving:
         _saved.save(variable)
@@ -422,7 +422,7 @@ def _assign(variable: Variable, value: Any) -> Tensor:
     return _assign_in_keras(variable, value)
 
 
-def assign_noted(variable: Variable, value: Any) -> None:
+def assign_saved(variable: Variable, value: Any) -> None:
     """Assign a forward pass's result that it returned instead of assigning it. Save the previous value."""
-    note_before_assignment(variable)
+    save_before_assignment(variable)
     _assign_in_keras(variable, value)

@@ -334,4 +334,4 @@ class WrapperState(KerasSaveable):
     @property
     def variables(self) -> list[Variable]:
         """The wrappers' variables that files contain, from the innermost wrapper to the outermost."""
-        return [v for wrapper in self._optimizer._wrappers for v in wrapper._lasting_state]
+        return [v for wrapper in self._optimizer._wrappers for v in wrapper._saved_state]

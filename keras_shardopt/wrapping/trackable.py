@@ -42,9 +42,9 @@ class InCheckpoints:
 
     def _notify_wrappers(self, loads: bool) -> None:
         for wrapper in self._wrappers:
-            wrapper._on_file(loads)
+            wrapper._before_file_access(loads)
 
-    def _on_file(self, loads: bool) -> None:
+    def _before_file_access(self, loads: bool) -> None:
         """Handle a checkpoint: before it reads the state, or if `loads`, before or after it assigns the state."""
 
     def _own_children(self) -> dict[str, Any]:

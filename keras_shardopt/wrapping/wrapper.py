@@ -39,7 +39,7 @@ from keras_shardopt.wrapping.chain import (
     scales_loss,
     shown,
 )
-from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, rollback_of, save_before_assignments
+from keras_shardopt.wrapping.rollback import Rollback, may_skip_updates, rollback_of, save_before_assignments
 from keras_shardopt.wrapping.slots import SlotAccess, empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
     DividedState,
@@ -139,7 +139,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
-        if any(map(leaves_out_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
+        if any(map(may_skip_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
             save_before_assignments()  # now, because the first forward pass precedes the first update
 
     # -- hooks of concrete wrappers ------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         else:
             self.inner.apply(grads, variables)
 
-    def _hands_over(
+    def _delegates_factors(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
         """Pass scalar factors of gradients (or None) to the next update's kernel. Return whether it applies them."""
@@ -192,7 +192,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return iter(())
 
     @property
-    def _lasting_state(self) -> list[Variable]:
+    def _saved_state(self) -> list[Variable]:
         """The wrapper's own variables in files. The rest only pass values between steps."""
         return list(self._variables)
 
@@ -478,7 +478,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         """
         load(self, store)
         if self.built:
-            self._on_file(loads=True)
+            self._before_file_access(loads=True)
 
     @property
     def _divided_state(self) -> DividedState | None:

@@ -328,11 +328,11 @@ def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(
         model = keras.saving.load_model(tmp_path / "model.keras")
     local = local_updates_in([model.optimizer])[0]
     assert int(keras.ops.convert_to_numpy(local.num_skipped_syncs)) == 3
-    local.before_look()  # warnings are errors
+    local.before_reading()  # warnings are errors
     local.num_skipped_syncs.assign(4)
     with pytest.warns(UserWarning, match="Received: 1 such"):
-        local.before_look()
-    local.before_look()
+        local.before_reading()
+    local.before_reading()
 
 
 @pytest.mark.backends("torch")

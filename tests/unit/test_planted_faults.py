@@ -1048,7 +1048,7 @@ FAULTS = [
     ),
     fault(
         "backends/torch/random_numbers.py",
-        "_seeded_with = None  # the next `draw_apart` makes it this rank's",
+        "_seeded_with = None  # the next `seed_per_rank` makes it this rank's",
         "pass",
         "unit/backends/test_torch_random_numbers.py::"
         "test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers",
@@ -1256,8 +1256,8 @@ FAULTS = [
     ),
     fault(
         "optimizers/mixed_precision.py",
-        "return [v for v in super()._lasting_state if v is not skipped]",
-        "return super()._lasting_state",
+        "return [v for v in super()._saved_state if v is not skipped]",
+        "return super()._saved_state",
         "unit/optimizers/test_mixed_precision.py::test_files_hold_the_counts_of_a_scale_that_changes_only[128.0-0]",
     ),
     fault(
@@ -1401,7 +1401,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        "        if not mine and not any(self._rows):\n            owe_steps(-1)\n",
+        "        if not mine and not any(self._rows):\n            add_promised_steps(-1)\n",
         "        if not mine and not any(self._rows):\n",
         "promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
     ),

@@ -119,7 +119,7 @@ def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
     return [spec() if axis is None else spec(*[None] * axis, name) for axis in axes]
 
 
-def batch_size_of(distribution: Any) -> int:
+def num_batch_shards(distribution: Any) -> int:
     """Return the number of parts of a batch under this distribution."""
     if distribution is None or distribution.batch_dim_name is None:
         return 1

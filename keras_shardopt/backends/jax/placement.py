@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.backends.jax.communicator import batch_size_of
+from keras_shardopt.backends.jax.communicator import num_batch_shards
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
 from keras_shardopt.numerics import Optimizer, Variable
@@ -83,13 +83,13 @@ class JaxPlacement(Placement):
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
         distribution = keras.distribution.distribution()
-        if batch_size_of(distribution) == 1:
+        if num_batch_shards(distribution) == 1:
             return super().dividing_axes(variables)
         return [_chosen_axis(variable, distribution)[1] for variable in variables]
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
-        if distribution is None or (how != "replicated" and batch_size_of(distribution) == 1):
+        if distribution is None or (how != "replicated" and num_batch_shards(distribution) == 1):
             return None
         _PLACE[how](variables, distribution)
         axis_name: str | None = distribution.batch_dim_name
@@ -175,7 +175,7 @@ class JaxPlacement(Placement):
 placement = JaxPlacement()
 
 
-def let_assign_alone(variables: Sequence[Variable]) -> None:
+def allow_local_assignment(variables: Sequence[Variable]) -> None:
     """Let each process assign these variables independently. The caller compares them before training.
 
     JAX compares each value on all processes, and would hang or fail if only one process assigned.
@@ -186,7 +186,7 @@ def let_assign_alone(variables: Sequence[Variable]) -> None:
 
 
 @contextlib.contextmanager
-def assigning_alone() -> Iterator[None]:
+def local_assignments() -> Iterator[None]:
     """Let each process assign existing variables in this block independently, such as values from a file."""
     _replace_direct_assign()
     token = _assigns_alone.set(True)
@@ -258,11 +258,11 @@ def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None
     free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
     if distribution.batch_dim_name in axes:  # state of a padded variable, created like its stand-in
         return axes, None
-    return axes, dividing_axis(free, batch_size_of(distribution))
+    return axes, dividing_axis(free, num_batch_shards(distribution))
 
 
 def _stack(variables: Sequence[Variable], distribution: Any) -> None:
-    num_replicas = batch_size_of(distribution)
+    num_replicas = num_batch_shards(distribution)
     for variable in variables:
         axes = [distribution.batch_dim_name] + [None] * len(variable.shape)
         variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)

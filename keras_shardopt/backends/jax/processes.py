@@ -28,7 +28,7 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
+from keras_shardopt.backends.jax.communicator import num_batch_shards, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
 from keras_shardopt.backends.processes import (
     Processes,
@@ -51,10 +51,10 @@ class JaxProcesses(Processes):
     needs_initial_broadcast = True
 
     def creates_variables_collectively(self) -> bool:
-        return spans_processes(batch_size_of(keras.distribution.distribution()))
+        return spans_processes(num_batch_shards(keras.distribution.distribution()))
 
     def num_replicas(self) -> int:
-        return batch_size_of(keras.distribution.distribution())
+        return num_batch_shards(keras.distribution.distribution())
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
         if jax.process_count() > 1:
@@ -199,7 +199,7 @@ def _leave_at_once_on_errors() -> None:
     atexit.register(leave)  # runs before JAX's handler, because that is registered earlier
 
 
-def tell(call: str, number: int = 0) -> list[int]:
+def announce(call: str, number: int = 0) -> list[int]:
     """Announce to all processes the call that they are about to make together. Return an int32 of each.
 
     `call` is a description, equal on all processes for the same call, to follow "process 0".
@@ -220,7 +220,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
     # With one CPU device per process, an exchange from another thread can overtake a running step on some processes
     # only. Its data would then be mistaken for the step's.
     jax.block_until_ready(jax.live_arrays())
-    return gather_pickled(value, _gather, lambda length: tell(call, length))
+    return gather_pickled(value, _gather, lambda length: announce(call, length))
 
 
 def _gather(array: np.ndarray) -> np.ndarray:

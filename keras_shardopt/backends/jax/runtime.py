@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, spans_processes
+from keras_shardopt.backends.jax.communicator import MappedAxis, divided_along, num_batch_shards, spans_processes
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.scopes import ScopeInScope, assigning_nothing
 from keras_shardopt.numerics import Tensor, Variable
@@ -39,7 +39,7 @@ class JaxRuntime(Runtime):
                 f"be reduced. Received: axis_name={axis_name!r}, with the axes {tuple(manual)}. "
                 f"Use `CrossShard(..., axis_name={manual[0]!r})`."
             )
-        num_replicas = batch_size_of(keras.distribution.distribution())
+        num_replicas = num_batch_shards(keras.distribution.distribution())
         if num_replicas == 1:
             return SingleReplica()
         # GSPMD: one program computes the whole batch, divided by XLA among the devices.

@@ -22,7 +22,7 @@ PATCHES = {
             "workers end epochs together; until Keras divides data among workers",
         ),
         "keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker": (
-            "fit.tensorflow.workers:_takes_apart",
+            "fit.tensorflow.workers:_splits_logs",
             "logs are equal on all workers; until Keras leaves such logs unchanged",
         ),
     },

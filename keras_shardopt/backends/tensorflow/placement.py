@@ -28,7 +28,7 @@ from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
 from keras_shardopt.backends.tensorflow.processes import gather, num_replicas_when_made, processes
-from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
+from keras_shardopt.backends.tensorflow.runtime import disable_reduction
 from keras_shardopt.numerics import Tensor, Variable
 
 _VALUE = "VARIABLE_VALUE"
@@ -53,7 +53,7 @@ def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
             )
 
 
-def bring_inside(optimizers: Sequence[Any]) -> None:
+def move_into_strategy(optimizers: Sequence[Any]) -> None:
     """Move optimizers and their variables into the current strategy. A replica cannot: ValueError."""
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
@@ -129,10 +129,10 @@ class TensorFlowPlacement(Placement):
         self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
-        bring_inside([optimizer, *innermost])
+        move_into_strategy([optimizer, *innermost])
         if shards_state:
             _check_can_divide(variables)
-        keep_reduction_off(innermost, optimizer.scope_inside)
+        disable_reduction(innermost, optimizer.scope_inside)
         if tf.distribute.has_strategy():
             install("randomness")
 

@@ -102,7 +102,7 @@ class TensorFlowProcesses(Processes):
 processes = TensorFlowProcesses()
 
 
-def tell(call: str, number: int = 0) -> list[int]:
+def announce(call: str, number: int = 0) -> list[int]:
     """JAX's `tell` for workers: announce a call that all workers make together, with a 32-bit number."""
     strategy = tf.distribute.get_strategy()
     gathered = _gathered(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
@@ -119,7 +119,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
     def length_of(length: int) -> list[int]:
         with strategy.scope():  # the calling thread is outside the scope
-            return tell(call, length)
+            return announce(call, length)
 
     return gather_pickled(value, functools.partial(_gathered, strategy), length_of)
 
@@ -159,7 +159,7 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
 _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def optimizer_made(optimizer: Optimizer) -> None:
+def optimizer_created(optimizer: Optimizer) -> None:
     """See `optimizers.made`. The first such optimizer also starts the detection of divided losses."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))

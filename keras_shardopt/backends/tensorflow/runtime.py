@@ -77,7 +77,7 @@ def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
 
 
-def keep_reduction_off(optimizers: Sequence[Any], scope: GradientScope) -> None:
+def disable_reduction(optimizers: Sequence[Any], scope: GradientScope) -> None:
     """Disable the built-in reduction of these innermost optimizers while gradients in this scope are reduced."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)

@@ -20,13 +20,13 @@ from keras_shardopt.backends.communicator import Communicator, GradientState, in
 from keras_shardopt.backends.models import buffers_of, has_built_in_step, ids_of_states, living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import (
-    explaining_failures,
     failure,
     gather_objects,
-    say_failure,
+    naming_missing_ranks,
+    report_failure,
     wait_for,
 )
-from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.backends.torch.random_numbers import seed_per_rank
 from keras_shardopt.backends.traffic import Kind, note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
@@ -67,7 +67,7 @@ class TorchProcessGroup(Communicator):
         if len(key) == 1:
             return self
         if key not in self._groups_by_ranks:
-            with explaining_failures():
+            with naming_missing_ranks():
                 made = [dist.new_group(list(ranks)) for ranks in key]
             number = next(i for i, ranks in enumerate(key) if self.replica_id in ranks)
             part: Any = super().split(groups)
@@ -76,19 +76,19 @@ class TorchProcessGroup(Communicator):
         return self._groups_by_ranks[key]
 
     @torch.compiler.disable
-    def say_failure(self, words: str, first_member: int) -> None:
+    def report_failure(self, words: str, first_member: int) -> None:
         # No collective, because other groups are elsewhere in their programs. Members of a group count equally.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
-        say_failure(f"{first_member}/{self._num_failures}", words)
+        report_failure(f"{first_member}/{self._num_failures}", words)
 
     @torch.compiler.disable
-    def others_have_failed(self) -> bool:
+    def has_new_failure(self) -> bool:
         found = failure()
         return found is not None and found[0] not in self._failures_taken
 
     @torch.compiler.disable
-    def take_failure(self) -> str:
+    def read_failure(self) -> str:
         number, words = failure() or ("", "")
         self._failures_taken.add(number)
         return words
@@ -118,14 +118,14 @@ class TorchProcessGroup(Communicator):
         result: list[Tensor] = [None] * len(tensors)
         flats = []
         under_way: list[Any] = []
-        for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
+        for indices in buckets_by_dtype(tensors, range(len(tensors)), BUCKET_BYTES):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
             note("all_reduce", [flat], self.num_replicas)
-            with explaining_failures(under_way):
+            with naming_missing_ranks(under_way):
                 under_way.append(dist.all_reduce(flat, reduce, group=self._process_group, async_op=True))
             flats.append((indices, flat))
         for number, (indices, flat) in enumerate(flats):
-            with explaining_failures(under_way):
+            with naming_missing_ranks(under_way):
                 wait_for(under_way[number])
             if op == "mean":
                 flat.div_(self.num_replicas)
@@ -148,12 +148,12 @@ class TorchProcessGroup(Communicator):
             # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
             gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
-            with explaining_failures():
+            with naming_missing_ranks():
                 wait_for(dist.all_to_all_single(gathered, tensor, group=group, async_op=True))
             return gathered.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
         note("reduce_scatter", [tensor], size)
-        with explaining_failures():
+        with naming_missing_ranks():
             _reduce_scatter(part, tensor, dist.ReduceOp.SUM, group=group)
         return part
 
@@ -170,7 +170,7 @@ class TorchProcessGroup(Communicator):
     def _run(self, kind: Kind, tensors: Sequence[Tensor]) -> list[Tensor]:
         note(kind, tensors, self.num_replicas)
         under_way: list[Any] = []
-        with explaining_failures(under_way):
+        with naming_missing_ranks(under_way):
             work, result = self.begin(kind, tensors)
             under_way.append(work)
             del work  # or this frame would hold it after a failure
@@ -201,10 +201,10 @@ class TorchProcessGroup(Communicator):
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
-        for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
+        for indices in buckets_by_dtype(tensors, range(len(tensors)), BUCKET_BYTES):
             # Bytes work for all dtypes, and preserve all bits.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
-            with explaining_failures():
+            with naming_missing_ranks():
                 wait_for(dist.broadcast(flat, self.members[root], group=self._process_group, async_op=True))
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
@@ -214,7 +214,7 @@ class TorchProcessGroup(Communicator):
     def broadcast_object(self, thing: Any, root: int) -> Any:
         """Return rank `root`'s picklable object on every rank."""
         things = [thing]
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.broadcast_object_list(things, root)
         return things[0]
 
@@ -238,9 +238,9 @@ class TorchProcessGroup(Communicator):
         # Ranks may have different other models alive. Copy these only if all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others)
-        draw_apart(self.world, [])  # again, because the program may have seeded PyTorch's generator since
+        seed_per_rank(self.world, [])  # again, because the program may have seeded PyTorch's generator since
         num_equal = torch.tensor(float(equal), device=weights[0].device)
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.all_reduce(num_equal, group=self._process_group)
         return self.num_replicas / float(num_equal) if equal else 0.0
 
@@ -321,7 +321,7 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
 
 
-def alike_in_buckets(tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
+def buckets_by_dtype(tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
     """Group positions of tensors with equal dtype and device as `in_buckets` does."""
     alike: dict[Any, list[int]] = {}
     for i in order:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.compression import dtype_sent, factors
-from keras_shardopt.backends.torch.communicator import alike_in_buckets
+from keras_shardopt.backends.torch.communicator import buckets_by_dtype
 from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
@@ -64,7 +64,7 @@ class FlatBucket:
         """The memory of the results."""
         return self.flat, self.wide
 
-    def own_not_finite(self) -> list[int]:
+    def local_nonfinite(self) -> list[int]:
         """Return no variables: the gradients themselves still exist."""
         return []
 
@@ -124,7 +124,7 @@ def flat_buckets(
     """Return the buckets of these tensors. The last bucket has space for the flags at its end."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # Buckets are sent in the order of becoming full.
-    groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
+    groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):
         size = sum(tensors[i].numel() for i in places)

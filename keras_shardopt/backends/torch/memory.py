@@ -11,7 +11,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
 from keras_shardopt.backends.torch.held import values_of
-from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
+from keras_shardopt.backends.torch.process_group import naming_missing_ranks, wait_for
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Tensor, Variable
 
@@ -117,14 +117,14 @@ class Gathering:
             # gloo's all-gather allocates an array of this size and copies twice (PyTorch 2.13). Broadcasts write in
             # place and need 2.5 times less CPU time.
             for rank, row in zip(self._replicas.members, rows):
-                with explaining_failures(self._under_way):
+                with naming_missing_ranks(self._under_way):
                     self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))
             return
-        with explaining_failures(self._under_way):
+        with naming_missing_ranks(self._under_way):
             self._under_way.append(communicator._all_gather(flat, own, group=group, async_op=True))
 
     @torch.compiler.disable
     def finish(self) -> None:
         for number in range(len(self._under_way)):
-            with explaining_failures(self._under_way):
+            with naming_missing_ranks(self._under_way):
                 wait_for(self._under_way[number])

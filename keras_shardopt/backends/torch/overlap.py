@@ -40,7 +40,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import CALL, flat_buckets
 from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.backends.torch.nonfinite import first_not_finite
-from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
+from keras_shardopt.backends.torch.process_group import exchanges_statistics, naming_missing_ranks, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import Slices, sliced_buckets
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, Optimizer, ReduceOp, Tensor, Variable
@@ -360,12 +360,12 @@ class Buckets:
         while self._num_sent - self._num_received >= bucket.num_under_way:
             self._receive()
         bucket.encode()
-        with explaining_failures(self._under_way, CALL):
+        with naming_missing_ranks(self._under_way, CALL):
             self._under_way.append(bucket.send())
         self._num_sent += 1
 
     def _receive(self) -> None:
-        with explaining_failures(self._under_way, CALL):
+        with naming_missing_ranks(self._under_way, CALL):
             wait_for(self._under_way[self._num_received])
         self._buckets[self._num_received].receive(self._adds)
         self._num_received += 1
@@ -460,24 +460,24 @@ class Buckets:
     def _not_finite_in_slices(self, found: Gradients, is_finite: Tensor) -> tuple[int, int, int]:
         last = len(self._variables) + 1
         some = torch.logical_not(is_finite).to(torch.int32)
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.all_reduce(some, dist.ReduceOp.MAX)
         if not bool(some):
             return ALL_FINITE
         mine = first_not_finite(found)
         first = torch.tensor(last - mine if mine else 0, dtype=torch.int32, device=is_finite.device)
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.all_reduce(first, dist.ReduceOp.MAX)
         if not int(first):
             return ALL_FINITE
-        places = [i for bucket in self._buckets for i in bucket.own_not_finite()]
+        places = [i for bucket in self._buckets for i in bucket.local_nonfinite()]
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
         """Return `Step.found_inf` from the first non-finite places, own and global, counted from 1 (0: none)."""
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.all_reduce(first)
         places = first.tolist()
         rank = next((rank for rank, theirs in enumerate(places) if theirs), UNKNOWN)

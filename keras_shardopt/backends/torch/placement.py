@@ -16,9 +16,9 @@ import torch.distributed as dist
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import layers_of, models_with
 from keras_shardopt.backends.placement import Placement
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, alike_in_buckets
-from keras_shardopt.backends.torch.process_group import gather_objects, tell
-from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, buckets_by_dtype
+from keras_shardopt.backends.torch.process_group import announce, gather_objects
+from keras_shardopt.backends.torch.random_numbers import seed_per_rank
 from keras_shardopt.backends.torch.runtime import runtime
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
@@ -36,7 +36,7 @@ class TorchPlacement(Placement):
             _check_whole(variables, models)
             replicas = runtime.communicator("")
             if isinstance(replicas, TorchProcessGroup):
-                draw_apart(replicas, models)
+                seed_per_rank(replicas, models)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = fingerprints([_tensor(v).detach() for v in variables])
@@ -60,7 +60,7 @@ class TorchPlacement(Placement):
         if not isinstance(ranks, TorchProcessGroup):
             return 1.0
         if replicas is None:
-            tell("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
+            announce("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
         return ranks.broadcast_from_rank_0(variables, optimizer_variables)
 
 
@@ -102,7 +102,7 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> int:
     """Return one 32-bit hash of all these tensors of this rank, in order."""
     joined = [
         torch.cat([tensors[i].reshape(-1) for i in indices]) if len(indices) > 1 else tensors[indices[0]]
-        for indices in alike_in_buckets(tensors, range(len(tensors)), _JOINED_BYTES)
+        for indices in buckets_by_dtype(tensors, range(len(tensors)), _JOINED_BYTES)
     ]
     return zlib.crc32(fingerprints(joined).tobytes(), len(tensors))
 

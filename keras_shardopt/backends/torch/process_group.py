@@ -34,7 +34,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from keras_shardopt.backends.processes import MissingCallError, check_same_calls, num_barriers, unlike_calls, wait_in
+from keras_shardopt.backends.processes import (
+    MissingCallError,
+    check_same_calls,
+    different_calls_message,
+    num_barriers,
+    wait_in,
+)
 
 ANSWER_SECONDS = 1.0
 """The minimum time for reading signs after a failed collective."""
@@ -141,7 +147,7 @@ def statistics_group() -> Any:
     group = None if _statistics is None else _statistics()
     if group is None:
         limit = {} if _open is None or _open.timeout is None else {"timeout": _open.timeout}
-        with explaining_failures():
+        with naming_missing_ranks():
             group = dist.new_group(**limit)
         _statistics = weakref.ref(group)
     return group
@@ -205,7 +211,7 @@ def _leave_message(words: str | None) -> None:
 _MESSAGE = "keras_shardopt/word"
 
 
-def say_failure(number: str, words: str) -> None:
+def report_failure(number: str, words: str) -> None:
     """Write an error to the store, with an id."""
     with contextlib.suppress(RuntimeError):
         store = distributed_c10d._get_default_store()
@@ -230,7 +236,7 @@ _FAILURE = "keras_shardopt/failure"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def tell(call: str, *numbers: int) -> list[list[int]]:
+def announce(call: str, *numbers: int) -> list[list[int]]:
     """Announce to all ranks the call that they are about to make together. Return up to two ints of each.
 
     `call` is a description, equal on all ranks for the same call, to follow "rank 0". Missing ints are 0.
@@ -238,10 +244,10 @@ def tell(call: str, *numbers: int) -> list[list[int]]:
     Raises:
         ValueError: on every rank, if ranks announce different calls.
     """
-    return tell_soon(call, *numbers)()
+    return announce_async(call, *numbers)()
 
 
-def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
+def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
     """Like `tell`, but return a function that waits for the other ranks and returns or raises the same."""
     wait_for_all = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
@@ -265,12 +271,12 @@ def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 _STEP = "makes a step of a prepared model"
 
 
-def can_promise() -> bool:
+def can_promise_steps() -> bool:
     """Return whether ranks may promise their next steps, because waiting ranks can read notes."""
     return _open is not None and _open.is_gloo
 
 
-def owe_steps(num_steps: int) -> None:
+def add_promised_steps(num_steps: int) -> None:
     """Add to the number of promised steps of this rank. Completed steps count as negative."""
     if _open is not None:
         _open.num_due += num_steps
@@ -293,7 +299,7 @@ def wait_for(work: Any, announcement: int = 0) -> None:
         ValueError: on every rank, if ranks make different calls. The group is then closed.
     """
     away_since = None
-    while can_promise() if not announcement else _open is not None:
+    while can_promise_steps() if not announcement else _open is not None:
         with contextlib.suppress(RuntimeError):
             work.wait(datetime.timedelta(seconds=POLL_SECONDS))
             return
@@ -310,7 +316,7 @@ def wait_for(work: Any, announcement: int = 0) -> None:
         elif time.monotonic() - away_since >= AWAY_SECONDS:
             if found:
                 raise RuntimeError(found)
-            tell(_STEP)
+            announce(_STEP)
     work.wait()
 
 
@@ -367,12 +373,12 @@ def gather_objects(value: Any, call: str) -> list[Any]:
     """Return the values of all ranks, of any pickled length. `call` is as in `tell`."""
     # `dist.all_gather_object` would gather the lengths again.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
-    lengths = [length for length, _ in tell(call, len(mine))]
+    lengths = [length for length, _ in announce(call, len(mine))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = torch.from_numpy(mine.copy())
     padded = padded.to(_announcement_device())
     gathered = padded.new_empty(len(lengths) * max(lengths))
-    with explaining_failures(call=call):
+    with naming_missing_ranks(call=call):
         _all_gather(gathered, padded, group=_announcements)
     rows = gathered.view(len(lengths), -1).cpu().numpy()
     return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
@@ -391,11 +397,11 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
     mine = torch.tensor(numbers, device=_announcement_device())
     gathered = mine.new_empty(mine.numel() * dist.get_world_size())
     under_way: list[Any] = []
-    with explaining_failures(under_way, call):
+    with naming_missing_ranks(under_way, call):
         under_way.append(_all_gather(gathered, mine, group=_announcements, async_op=True))
 
     def wait() -> list[list[int]]:
-        with explaining_failures(under_way, call):
+        with naming_missing_ranks(under_way, call):
             wait_for(under_way[0], number)
         rows: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
         return rows
@@ -403,7 +409,7 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
     return wait
 
 
-class explaining_failures:
+class naming_missing_ranks:
     """Wraps exactly one collective, because any failure inside is due to another rank.
 
     `under_way` is the caller's list of pending collectives, cleared on failure, and `call` their purpose.
@@ -448,7 +454,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     before = "".join(f" Before that: {word}" for word in words)
     if len(set(calls.values())) > 1:
         longer = "If a rank only needs longer, use `data_parallel(timeout=...)`."
-        return f"{unlike_calls(calls, 'rank', _time_limit(group.timeout))} {longer} {cause}{before}"
+        return f"{different_calls_message(calls, 'rank', _time_limit(group.timeout))} {longer} {cause}{before}"
     received = f"{received}, checked by rank {group.rank} of {group.size}{_time_limit(group.timeout)}"
     return f"{rule} Received: {received}. {cause}{before} {remedy}"
 

@@ -24,10 +24,10 @@ from keras_shardopt.backends.keras_callers import caller_function
 from keras_shardopt.backends.processes import Processes, World, seeding_without_tensorflow
 from keras_shardopt.backends.torch.process_group import (
     close_group,
-    explaining_failures,
     gather_objects,
     job_of_environment,
     meet,
+    naming_missing_ranks,
     open_group,
 )
 from keras_shardopt.backends.torch.runtime import runtime
@@ -108,16 +108,16 @@ _CALLS = {  # announcements, by the function that gathers objects
     "check_agreement": "compares its trained variables before its first update",
     "_is_same_on_all": "compares its trained variables before its first update",
     "_check_same_on_all_processes": "calls `shard_data`",
-    "_take_from_first": "begins to draw batches",
+    "_states_of_process_0": "begins to draw batches",
     "raise_together": "saves a model or a backup, in which all ranks take part",
-    "from_chief": "asks rank 0 whether to save a model",
+    "from_rank_0": "asks rank 0 whether to save a model",
     "stored": "gathers divided optimizer state, as saving does",
     "check_start": "compares optimizer state before its first update",
     "on_epoch_end": "ends an epoch with a callback of all ranks",
     "on_train_begin": "looks for a backup",
     "_from_chief": "restores a backup",
     "_restore_carried": "restores a backup",
-    "_everyones": "gathers the state of each rank for a backup",
+    "_all_replica_values": "gathers the state of each rank for a backup",
     "_check": "waits for a sharded checkpoint",
     "_fail": "waits for a sharded checkpoint",
     "own_parts": "saves a sharded checkpoint",
@@ -138,7 +138,7 @@ def _agree_on_seed() -> None:
     seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
-        with explaining_failures():
+        with naming_missing_ranks():
             dist.broadcast_object_list(chosen)
         with seeding_without_tensorflow():
             keras.utils.set_random_seed(chosen[0])

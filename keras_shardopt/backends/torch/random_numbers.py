@@ -54,7 +54,7 @@ _is_in_step: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_step",
 _part: contextvars.ContextVar[int | None] = contextvars.ContextVar("part", default=None)
 
 
-def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
+def seed_per_rank(ranks: Any, models: Sequence[Any]) -> None:
     """Draw different numbers on each of `ranks` in training steps of `models`. Idempotent."""
     global _ranks
     _ranks = ranks
@@ -68,7 +68,7 @@ def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
 
 
 def note_seed() -> None:
-    """Record that PyTorch's generator is seeded for this rank, by `draw_apart` or from a backup."""
+    """Record that PyTorch's generator is seeded for this rank, by `seed_per_rank` or from a backup."""
     global _seeded_with
     _seeded_with = torch.initial_seed()
 
@@ -88,7 +88,7 @@ def set_rng_state(state: Any, is_own: bool = True) -> None:
         torch.cuda.set_rng_state_all(on_devices)
     note_seed()
     if not is_own:
-        _seeded_with = None  # the next `draw_apart` makes it this rank's
+        _seeded_with = None  # the next `seed_per_rank` makes it this rank's
 
 
 @contextlib.contextmanager

@@ -184,7 +184,7 @@ class SlicedBucket:
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)
 
-    def own_not_finite(self) -> list[int]:
+    def local_nonfinite(self) -> list[int]:
         return [i for i, extremes in self._extremes.items() if not bool(extremes.isfinite().all())]
 
 

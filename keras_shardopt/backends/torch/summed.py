@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keras_shardopt.backends.torch.process_group import explaining_failures, statistics_group, wait_for
+from keras_shardopt.backends.torch.process_group import naming_missing_ranks, statistics_group, wait_for
 from keras_shardopt.numerics import Tensor
 
 
@@ -19,7 +19,7 @@ class _Summed(torch.autograd.Function):
         ctx.counts = counts
         total = mine.contiguous().clone()
         statistics_group()
-        with explaining_failures(call="exchanges the statistics of a batch"):
+        with naming_missing_ranks(call="exchanges the statistics of a batch"):
             # No local names: this frame would keep connections open after a failure.
             wait_for(dist.all_reduce(total, group=statistics_group(), async_op=True))
         return total

@@ -10,7 +10,7 @@ import keras
 
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import communicating, from_chief, raise_together
+from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
 from keras_shardopt.checkpoint.sharded.state import restore
@@ -124,7 +124,7 @@ def restore_newest(model: Any, path: str) -> dict[str, Any] | None:
 
 
 def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
-    folders = from_chief(lambda: [path] if is_complete(path) else complete_saves(path)[::-1])
+    folders = from_rank_0(lambda: [path] if is_complete(path) else complete_saves(path)[::-1])
     process = processes.process()
     for folder in folders:
         checkpoint, problem = None, None

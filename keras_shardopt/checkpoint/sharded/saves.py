@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from keras_shardopt.backends.active import processes
-from keras_shardopt.checkpoint.saving import communicating, from_chief, raise_together
+from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
     Checkpoint,
@@ -66,7 +66,7 @@ class Save:
     def _begin(self, directory: str, about: dict[str, Any]) -> None:
         self._process = processes.process()
         step = _step(self._model)
-        self.folder: str = os.path.join(directory, from_chief(lambda: _new_folder(directory, step)))
+        self.folder: str = os.path.join(directory, from_rank_0(lambda: _new_folder(directory, step)))
         problem = None
         try:
             if not _is_visible(self.folder):

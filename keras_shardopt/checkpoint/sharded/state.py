@@ -88,7 +88,7 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
         optimizer.build(model.trainable_variables)
     build_optimizers(model, manifest["built_on"])
     seen = _check_fits(model, checkpoint, process)
-    with contextlib.nullcontext() if _alone is None else _alone.assigning_alone():
+    with contextlib.nullcontext() if _alone is None else _alone.local_assignments():
         saving_lib._load_state(model, _Loaded(checkpoint), None, "", visited_saveables=set())
         if manifest["has_global_seed"]:
             global_seed(make=True)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_shardopt.backends.active import placement
-from keras_shardopt.backends.jax.communicator import batch_size_of
+from keras_shardopt.backends.jax.communicator import num_batch_shards
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -115,7 +115,7 @@ def _distinct(values: list[Tensor]) -> list[Tensor]:
 def _on_devices(value: Any) -> Tensor:
     """Split a batch's rows among the devices of the distribution."""
     distribution = keras.distribution.distribution()
-    num_replicas = batch_size_of(distribution)
+    num_replicas = num_batch_shards(distribution)
     if num_replicas == 1:
         return jax.numpy.asarray(value)
     value = value if isinstance(value, jax.Array) else np.asarray(value)

@@ -20,7 +20,7 @@ from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.optimizers.two_phases import scalar_loss
-from keras_shardopt.wrapping.rollback import note_before_assignment
+from keras_shardopt.wrapping.rollback import save_before_assignment
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
 
@@ -194,7 +194,7 @@ class TrainingStep:
         self._caller_decides = caller_decides
         self._reducer = _reducer_of(optimizer)
         self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
-        self._reducer.state_finder.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._reducer.state_finder.declare(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
@@ -259,7 +259,7 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, note_before_assignment)
+        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
         if skip_update is not None:
             # After the loss: `decide` applies to the next `apply`, and losses of replicas in threads may interleave.
             self._reducer.accumulation.decide(not skip_update)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from keras_shardopt.backends.communicator import largest_bucket
-from keras_shardopt.backends.torch.communicator import alike_in_buckets
+from keras_shardopt.backends.torch.communicator import buckets_by_dtype
 from keras_shardopt.backends.torch.flat_bucket import CALL
 from keras_shardopt.backends.torch.nonfinite import is_sum_finite
-from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
+from keras_shardopt.backends.torch.process_group import naming_missing_ranks, wait_for
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor
 
@@ -92,7 +92,7 @@ class CodedBucket:
     def finish(self) -> None:
         """Run the remaining collectives, and fill `results` and `flags`."""
         while self._receive is not None:
-            with explaining_failures(self._under_way, CALL):
+            with naming_missing_ranks(self._under_way, CALL):
                 wait_for(self._under_way[self._number])
             self._start_next()
 
@@ -105,7 +105,7 @@ class CodedBucket:
         assert self._receive is not None
         self._advance(self._receive())
         if self._next is not None:
-            with explaining_failures(self._under_way, CALL):
+            with naming_missing_ranks(self._under_way, CALL):
                 self._under_way[self._number] = self.send()
 
     def _advance(self, received: Any) -> None:
@@ -123,7 +123,7 @@ class CodedBucket:
             self.failure = f"encoding them failed on this rank, and other ranks wait for them ({words})"
             raise
 
-    def own_not_finite(self) -> list[int]:
+    def local_nonfinite(self) -> list[int]:
         """Return no positions: the gradients still exist and can be checked directly."""
         return []
 
@@ -138,7 +138,7 @@ def coded(
     """Return buckets for the gradients of these tensors. The last one also sends `num_flags` flags."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The bucket that fills last comes last, because buckets are sent in this order.
-    groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
+    groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     made = []
     for number, places in enumerate(groups):
         more = num_flags if number == len(groups) - 1 else 0

@@ -28,7 +28,7 @@ import keras
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from keras.src.backend.common.masking import get_keras_mask
 
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
+from keras_shardopt.backends.jax.communicator import MappedAxis, num_batch_shards, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
@@ -43,7 +43,7 @@ from keras_shardopt.extensions.equal_bits.stage import (
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
-from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
+from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_replica_state
 from keras_shardopt.fit.jax.jitted import making_steps
 from keras_shardopt.fit.jax.step import Computed, TrainStep
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
@@ -90,7 +90,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     variables = model.trainable_variables
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
     weights, others, optimizer_state, metrics = state
-    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
+    optimizer_state = without_replica_state(reducer, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
@@ -181,7 +181,7 @@ class _Parts:
         self._all_rows = num_rows(data)
         self._rows = -(-self._all_rows // num_parts)  # per part; parts at the end are padded with the first row
         self._num_missing = self._rows * num_parts - self._all_rows
-        self.each = parts_of_each(num_parts, batch_size_of(distribution))
+        self.each = parts_of_each(num_parts, num_batch_shards(distribution))
         others, metrics = model.non_trainable_variables, model.metrics_variables
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]

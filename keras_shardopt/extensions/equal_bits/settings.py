@@ -66,7 +66,7 @@ class VirtualReplicas(Extension):
             "compression": options.compression is not None,
             "gradients": options.gradients not in ("auto", "local"),
             "stages": bool(local_stages),
-            "gradient_accumulation_steps": accumulates and options.looks_at_own_gradients,
+            "gradient_accumulation_steps": accumulates and options.uses_local_gradients,
         }
         for name, is_given in others.items():
             if is_given:
@@ -81,7 +81,7 @@ class VirtualReplicas(Extension):
         """See `Extension.from_options`."""
         if options.shard_state and placement.state_sharding != "layout":
             for inside in descendants(context.optimizer):
-                if getattr(inside, "_adds_up_slices", False):
+                if getattr(inside, "_sums_over_slices", False):
                     raise ValueError(
                         "With `shard_state`, a norm over all gradients is summed slice by slice, so it depends on the "
                         f"number of replicas. `VirtualReplicas` does not support this. Received: {inside!r}, with "

@@ -44,7 +44,7 @@ _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.commun
 
 
 class _NoExchange:
-    def _refuse(self) -> NoReturn:
+    def _raise_not_counted(self) -> NoReturn:
         raise NotCountedError(
             "`VirtualReplicas` computes the parts of a batch one after another, so a part cannot use values of other "
             "parts. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "

@@ -14,7 +14,7 @@ import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
+from keras_shardopt.backends.jax.communicator import MappedAxis, num_batch_shards, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, mix_in
 from keras_shardopt.extensions.local_sgd.mixins import ShowsMean, local_updates_in, resume_local
 from keras_shardopt.extensions.local_sgd.replica_values import Rows
@@ -22,7 +22,7 @@ from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep
-from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
+from keras_shardopt.fit.jax.uneven import on_replica_rows, rows_of
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.update.losses import share_losses
@@ -48,7 +48,7 @@ class _StacksRows(keras.Model):
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
         """Create the rows, then the training function."""
-        has_replicas = batch_size_of(keras.distribution.distribution()) > 1
+        has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # none after another `compile`
             if self.optimizer.built and has_replicas and not local.stacked:
                 local.stack()
@@ -66,7 +66,7 @@ class _LocalStep:
         distribution = keras.distribution.distribution()
         self._model, self._all_rows = model, all_rows
         self._axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
-        self._size = batch_size_of(distribution)
+        self._size = num_batch_shards(distribution)
         self._num_missing = -all_rows % self._size
         (self._local,) = local_updates_in([model.optimizer])
         variables = model.optimizer.variables
@@ -131,7 +131,7 @@ class _LocalStep:
         ]
         step = functools.partial(gradients_of_rows, model, before, inputs, metrics, inside)
         with states_of_replica(model, replicas.replica_id, self._size, self._all_rows):
-            grads, loss, outputs, changed = on_own_rows(model, replicas, self._all_rows, step, data)
+            grads, loss, outputs, changed = on_replica_rows(model, replicas, self._all_rows, step, data)
         with batch_shared(BatchShare(mine, self._all_rows, replicas, ends_early=bool(self._num_missing))):
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]
@@ -188,7 +188,7 @@ class LocalStep(TrainStep):
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """See `TrainStep.train`."""
-        alone = batch_size_of(keras.distribution.distribution()) == 1
+        alone = num_batch_shards(keras.distribution.distribution()) == 1
         if alone:
             return real(state, data)
         share_losses(self.model)

@@ -11,7 +11,7 @@ import keras
 
 from keras_shardopt.backends.models import methods_inside
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
-from keras_shardopt.fit.calls import before_look, reducers_in
+from keras_shardopt.fit.calls import before_reading, reducers_in
 
 _READERS = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
@@ -42,7 +42,7 @@ def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
 @contextlib.contextmanager
 def _showing(model: Any) -> Iterator[None]:
     """Assign the mean before a method that reads weights."""
-    before_look(reducers_in(model))
+    before_reading(reducers_in(model))
     object.__setattr__(model, _WAS_READ, True)
     yield
 

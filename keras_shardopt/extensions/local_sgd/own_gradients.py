@@ -50,4 +50,4 @@ class OwnGradients(AllReduce):
 
     def finish(self, comm: Communicator) -> None:
         """Assign the mean weights."""
-        self._stage.before_look()
+        self._stage.before_reading()

@@ -129,12 +129,12 @@ class Copies:
 
 def _variables_of(stage: Any, optimizer: Optimizer) -> list[Variable]:
     """Return the variables that may differ between replicas, in the order of backups."""
-    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.restored]
+    kinds = [*optimizer._trainable_variables, *stage.replica_state, *stage.statistics, *stage.restored]
     return list({id(variable): variable for variable in kinds}.values())
 
 
 def _counters(stage: Any) -> list[Variable]:
-    return [v for v in stage.private if not keras.backend.is_float_dtype(v.dtype)]
+    return [v for v in stage.replica_state if not keras.backend.is_float_dtype(v.dtype)]
 
 
 class Rows:

@@ -37,7 +37,7 @@ from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import transport_of
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.rollback import leaves_out_updates, stamp
+from keras_shardopt.wrapping.rollback import may_skip_updates, stamp
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -140,7 +140,7 @@ class LocalUpdates(ExtensionStage):
     def skips(self) -> bool:
         """Whether a replica may skip an update that other replicas make, so counters differ between replicas."""
         # With bfloat16 weights, `MixedPrecision` skips no updates. This is fixed when master weights are created.
-        return any(map(leaves_out_updates, [self._optimizer, *descendants(self._optimizer)]))
+        return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
     def restored(self) -> list[Variable]:
@@ -153,7 +153,7 @@ class LocalUpdates(ExtensionStage):
         return [v for v in rollback.variables if id(v) in known]
 
     @property
-    def lasting(self) -> list[Variable]:  # type: ignore[override]
+    def saved_variables(self) -> list[Variable]:  # type: ignore[override]
         """The variables that optimizer files hold."""
         return list(self._file_state)
 
@@ -161,10 +161,10 @@ class LocalUpdates(ExtensionStage):
     def _replica_state(self) -> list[Variable]:
         """All state that may differ between replicas. Empty on ranks before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
-        return [*self.private, *self.stacked] if may_differ else []
+        return [*self.replica_state, *self.stacked] if may_differ else []
 
     @property
-    def private(self) -> list[Variable]:  # type: ignore[override]
+    def replica_state(self) -> list[Variable]:  # type: ignore[override]
         """The optimizer state with per-replica values."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
@@ -321,7 +321,7 @@ class LocalUpdates(ExtensionStage):
         for i, reference in zip(positions, references):
             self._set_weight(i, weights[i], reference)
         is_skipped = not is_finite if isinstance(is_finite, bool) else ops.logical_not(is_finite)
-        runtime.cond(is_skipped, lambda _: self._forget_nonfinite(), [], [self.num_skipped_syncs, *self.private])
+        runtime.cond(is_skipped, lambda _: self._forget_nonfinite(), [], [self.num_skipped_syncs, *self.replica_state])
         if isinstance(count, int):
             known = self._known_syncs.of(self.last_syncs).copy()
             known[number] = count
@@ -412,7 +412,7 @@ class LocalUpdates(ExtensionStage):
     def _forget_nonfinite(self) -> None:
         """Replace non-finite state by 0 after a skipped sync step. Otherwise all later means would not be finite."""
         self.num_skipped_syncs.assign(self.num_skipped_syncs + 1)
-        for variable in self.private:
+        for variable in self.replica_state:
             if keras.backend.is_float_dtype(variable.dtype):
                 value = ops.convert_to_tensor(variable)
                 variable.assign(ops.where(ops.isfinite(value), value, ops.zeros_like(value)))
@@ -420,7 +420,7 @@ class LocalUpdates(ExtensionStage):
     # -- weights between sync steps ------------------------------------------------------------------------------
 
     @property
-    def are_apart(self) -> bool:  # type: ignore[override]
+    def weights_differ(self) -> bool:  # type: ignore[override]
         """Whether replicas have different weights now. Read outside of a step."""
         return self.count is not None and not self.replica_values.is_shown and bool(self.unsynced())
 
@@ -444,14 +444,14 @@ class LocalUpdates(ExtensionStage):
         starts = np.maximum(ops.convert_to_numpy(self.last_syncs), self._settings.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
-    def before_look(self) -> None:
+    def before_reading(self) -> None:
         """Put the mean over replicas in place of the weights until the next update. Collective over processes."""
         if self.count is not None:
             self._report()
             self.replica_values.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Restore each replica's weights. If the weights were set after `before_look`, restart from these."""
+        """Restore each replica's weights. If the weights were set after `before_reading`, restart from these."""
         if self.count is not None:
             self.replica_values.resume(begins_epoch)
 
@@ -472,7 +472,7 @@ class LocalUpdates(ExtensionStage):
         return [outer.inner for outer in self.outers]
 
     @property
-    def settles_skips(self) -> bool:  # type: ignore[override]
+    def restores_skipped_updates(self) -> bool:  # type: ignore[override]
         """Whether each replica of one program restores its own state."""
         return bool(self.stacked)
 

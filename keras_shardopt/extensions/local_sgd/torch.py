@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras_shardopt.backends.models import buffers_of
 from keras_shardopt.extensions.local_sgd.mixins import local_updates_in, resume_local
-from keras_shardopt.fit.calls import before_look
+from keras_shardopt.fit.calls import before_reading
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep
 
@@ -16,14 +16,14 @@ class LocalStep(TrainStep):
         """See `TrainStep.before_step`."""
         resume_local(self._session.reducers, begins_epoch)
 
-    def before_look(self) -> None:
+    def before_reading(self) -> None:
         """Assign the mean weights."""
-        before_look(self._session.reducers)
+        before_reading(self._session.reducers)
 
     def weights_set(self) -> None:
         """Restart from weights that were set, equal on all ranks, between sync steps."""
         for local in local_updates_in(self._session.reducers):
-            if local.are_apart:
+            if local.weights_differ:
                 local.restart()
 
     def end_epoch(self, is_call: bool) -> None:
@@ -33,8 +33,8 @@ class LocalStep(TrainStep):
         average(buffers_of(self._session.model), self._session.ranks)
 
     def settle(self) -> None:
-        """Do nothing: `before_look` has assigned the mean."""
+        """Do nothing: `before_reading` has assigned the mean."""
 
     def progress(self) -> list[tuple[int, bool]]:
         """Return the number of updates, and whether the ranks' weights differ."""
-        return [(local.num_updates, local.are_apart) for local in local_updates_in(self._session.reducers)]
+        return [(local.num_updates, local.weights_differ) for local in local_updates_in(self._session.reducers)]

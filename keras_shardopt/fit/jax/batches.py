@@ -29,9 +29,9 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from keras_shardopt.backends.jax.communicator import batch_size_of
+from keras_shardopt.backends.jax.communicator import num_batch_shards
 from keras_shardopt.backends.jax.placement import placement
-from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, tell
+from keras_shardopt.backends.jax.processes import MADE_HERE, announce, gather_objects
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
 from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
@@ -44,7 +44,7 @@ from keras_shardopt.numerics import Tensor
 from keras_shardopt.wrapping.chain import shared_variables
 
 _ALLOWS_UNEVEN = "_keras_shardopt_allows_uneven"
-SPLITS_OWN_PART = "_keras_shardopt_splits_own_part"
+SPLITS_SEPARATE_PART = "_keras_shardopt_splits_own_part"
 _NEXT_BATCH = "takes the next batch of a prepared model"
 
 _distribute_in_keras = jax_trainer._distribute_data
@@ -63,7 +63,7 @@ def _check_divides(num_rows: int) -> None:
     distribution = keras.distribution.distribution()
     if distribution is None or MADE_HERE not in vars(distribution) or allows_uneven(distribution):
         return
-    num_replicas = batch_size_of(distribution) // jax.process_count()
+    num_replicas = num_batch_shards(distribution) // jax.process_count()
     if num_rows % num_replicas:
         raise ValueError(
             "The number of replicas must divide the number of rows of every batch. "
@@ -74,7 +74,7 @@ def _check_divides(num_rows: int) -> None:
 
 def allows_uneven(distribution: Any) -> bool:
     """Whether this distribution has several replicas and allows uneven batches."""
-    return distribution is not None and _ALLOWS_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
+    return distribution is not None and _ALLOWS_UNEVEN in vars(distribution) and num_batch_shards(distribution) > 1
 
 
 def is_together() -> bool:
@@ -149,12 +149,12 @@ def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: 
     rows = 0 if data is None else num_rows(data)
     everywhere = [rows]
     if jax.process_count() > 1:
-        everywhere = tell(_NEXT_BATCH, rows)
+        everywhere = announce(_NEXT_BATCH, rows)
     if not any(everywhere):
         return None
     if is_sparse(data):
         return _sparse_on_all_devices(data, distribution)
-    if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
+    if len(set(everywhere)) > 1 or sum(everywhere) % num_batch_shards(distribution):
         data = data if len(everywhere) == 1 else _joined(data, rows)
         return (_divided_on_devices if pads else _on_all_devices)(data, distribution)
     # Without None entries (no sample weights), because Keras fails on them here.
@@ -191,7 +191,7 @@ def _divided_on_devices(data: Any, distribution: Any) -> Any:
         return _sparse_on_all_devices(data, distribution)
     rows = num_rows(data)
     divided = PartitionSpec(distribution.batch_dim_name)
-    num_missing = -rows % batch_size_of(distribution)
+    num_missing = -rows % num_batch_shards(distribution)
     if not num_missing:
         return _laid_out(data, distribution, divided)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
@@ -331,7 +331,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def _place(self, data: Any, distribution: Any) -> Any:
         """Put a batch that all processes have on the devices."""
-        if self._pads or num_rows(data) % batch_size_of(distribution) == 0:
+        if self._pads or num_rows(data) % num_batch_shards(distribution) == 0:
             return _divided_on_devices(data, distribution)
         return _on_all_devices(data, distribution)
 
@@ -355,7 +355,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
                 lengths, first_batches = zip(*facts)
                 check_alike(lengths, first_batches)
             mine = (0, 0) if batch is None else (num_rows(batch), fingerprint(batch))
-            prints = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            prints = announce(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
             if len(set(prints)) > 1:
                 check_batches(gather_objects(mine, "compares a batch"), step)
             if not mine[0]:
@@ -367,14 +367,14 @@ def _takes_whole(model: Any, *data: Any) -> bool:
     """Whether all processes receive the same data, and each uses a part of every batch."""
     if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
         return False
-    return not vars(model).get(SPLITS_OWN_PART, False) and not is_split(*data)
+    return not vars(model).get(SPLITS_SEPARATE_PART, False) and not is_split(*data)
 
 
 def _start_equal(model: Any) -> None:
     """Start an epoch with equal values on all processes: if values differ, those of process 0."""
     variables, state = list(model.variables), state_of(model)
     # If counts differ, a process has not built its model. The optimizer reports this.
-    counts = tell("compares the values of a prepared model", len(variables) + len(state))
+    counts = announce("compares the values of a prepared model", len(variables) + len(state))
     if len(set(counts)) > 1 or not variables:
         return
     prints = placement.fingerprints([*variables, *state])

@@ -64,7 +64,7 @@ def on_every_device(values: Any, distribution: Any) -> Any:
     return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
 
 
-def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
     """Return optimizer state to pass into a `shard_map`, with None for per-replica and sharded variables.
 
     Passing a sharded variable would gather it on every device. `scale_loss`, the reason to pass state, reads neither
@@ -79,5 +79,5 @@ def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) ->
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Replace each None of `without_own` by zeros, because every optimizer variable needs a value in `shard_map`."""
+    """Replace each None of `without_replica_state` by zeros: in `shard_map` every optimizer variable needs a value."""
     return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

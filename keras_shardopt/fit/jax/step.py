@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, seed_offset
+from keras_shardopt.backends.jax.communicator import MappedAxis, divided_along, num_batch_shards, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.calls import num_rows, reducers_in
 from keras_shardopt.fit.jax.batches import padded
-from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_own
-from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
+from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_replica_state
+from keras_shardopt.fit.jax.uneven import on_replica_rows, rows_of
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
@@ -78,7 +78,7 @@ class TrainStep:
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
         """Whether the optimizer needs a step other than Keras's."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
-        return batch_size_of(distribution) > 1 and (stacks or needs_local)
+        return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """Run a step of `fit`. Return logs and the new state."""
@@ -105,7 +105,7 @@ class TrainStep:
         data = keras.utils.unpack_x_y_sample_weight(data)
         grads, loss, y_pred, others, metrics, (x, y, sample_weight) = self.computed(distribution, state, data, stacks)
         if stacks:
-            size, all_rows = batch_size_of(distribution), num_rows(data)
+            size, all_rows = num_batch_shards(distribution), num_rows(data)
             rows = rows_of(jax.numpy.arange(size), all_rows, size)
             with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
                 weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
@@ -140,13 +140,13 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
         variables. Each replica normalizes with its own rows, so moving statistics are the mean over replicas.
     """
-    axis, num_replicas = distribution.batch_dim_name, batch_size_of(distribution)
+    axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
     axes = reducer.pipeline.reducer.dividing_axes(variables)
     weights, others, optimizer_state, metrics = state
     carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
-    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
+    optimizer_state = without_replica_state(reducer, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
@@ -156,7 +156,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
         step = functools.partial(gradients_of_rows, model, weights, inputs, metrics, optimizer_state)
         with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
-            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+            grads, loss, outputs, changed = on_replica_rows(model, replicas, all_rows, step, data)
         optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
         share = BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)
         with batch_shared(share), optimizer_scope:

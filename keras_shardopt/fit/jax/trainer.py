@@ -27,15 +27,15 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
-from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
+from keras_shardopt.backends.jax.placement import allow_local_assignment, local_assignments, placement
+from keras_shardopt.backends.jax.processes import announce, naming_lost_processes, predicting_together
 from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
 from keras_shardopt.backends.patches import install
 from keras_shardopt.data.shared_draws import count_call
 from keras_shardopt.data.split_data import is_split
 from keras_shardopt.fit.calls import call_silently, refuse_groups
 from keras_shardopt.fit.jax.batches import (
-    SPLITS_OWN_PART,
+    SPLITS_SEPARATE_PART,
     EpochIterator,
     allow_uneven,
     allows_uneven,
@@ -48,7 +48,7 @@ from keras_shardopt.fit.jax.batches import (
 )
 from keras_shardopt.fit.jax.step import step_of
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
-from keras_shardopt.fit.sharing import sharing_of, splits_own_part
+from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
 
 
 def prepare(model: Any) -> None:
@@ -80,16 +80,16 @@ class PreparedOnJax(PreparedModel):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         spans_processes = jax.process_count() > 1 and keras.distribution.distribution() is not None
         if spans_processes:
-            tell("begins `fit` of a prepared model")
-        object.__setattr__(self, SPLITS_OWN_PART, splits_own_part(args, kwargs))
+            announce("begins `fit` of a prepared model")
+        object.__setattr__(self, SPLITS_SEPARATE_PART, splits_separate_part(args, kwargs))
         try:
-            with assigning_alone() if spans_processes else contextlib.nullcontext():
+            with local_assignments() if spans_processes else contextlib.nullcontext():
                 history = _call(self, super().fit, *args, **kwargs)
         finally:
-            object.__delattr__(self, SPLITS_OWN_PART)
+            object.__delattr__(self, SPLITS_SEPARATE_PART)
         if spans_processes:
             _let_assign_alone(self)
-            tell("leaves `fit` of a prepared model")
+            announce("leaves `fit` of a prepared model")
         return history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,8 @@ class PreparedOnJax(PreparedModel):
 
     def reset_metrics(self) -> None:
         """Check that all processes begin the epoch. Otherwise JAX would fail with an unclear error."""
-        if SPLITS_OWN_PART in vars(self) and is_together():
-            tell("starts an epoch of a prepared model")
+        if SPLITS_SEPARATE_PART in vars(self) and is_together():
+            announce("starts an epoch of a prepared model")
         super().reset_metrics()
 
     def _get_jax_state(self, purge_model_variables: bool = False, **which: bool) -> Any:
@@ -214,7 +214,7 @@ def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def _let_assign_alone(model: Any) -> None:
     if jax.process_count() > 1:
-        let_assign_alone([*model.variables, *state_of(model)])
+        allow_local_assignment([*model.variables, *state_of(model)])
 
 
 @contextlib.contextmanager

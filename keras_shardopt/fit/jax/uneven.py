@@ -74,7 +74,7 @@ def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
     return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
 
 
-def on_own_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
+def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
     """Call `function` with this replica's rows of a batch. Its losses are divided by the counts of the whole batch.
 
     `data` has this replica's rows with padding. `all_rows` is the number of rows of the batch.

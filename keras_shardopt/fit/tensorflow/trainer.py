@@ -23,7 +23,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, mix_in, optimizers_of
-from keras_shardopt.backends.tensorflow.placement import bring_inside, check_mirrored, mirror, num_mirrored
+from keras_shardopt.backends.tensorflow.placement import check_mirrored, mirror, move_into_strategy, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
@@ -111,7 +111,9 @@ class PreparedOnTensorFlow(PreparedModel):
         # draws a batch: training would miss it, or get another order. So take shapes from the dataset's spec.
         strategy = self.distribute_strategy
         with strategy.scope():
-            bring_inside([part for optimizer in optimizers_of(self) for part in (optimizer, *descendants(optimizer))])
+            move_into_strategy(
+                [part for optimizer in optimizers_of(self) for part in (optimizer, *descendants(optimizer))]
+            )
         step = step_of_call(self)
         if iterator is not None and (strategy.num_replicas_in_sync > 1 or step.divides_batches):
             dataset = iterator.data_adapter.get_tf_dataset()

@@ -32,12 +32,12 @@ from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import placement, reading_is_collective
 from keras_shardopt.backends.tensorflow.processes import (
+    announce,
     gather_objects,
     local_replicas,
     naming_workers,
     num_workers,
     processes,
-    tell,
 )
 from keras_shardopt.data.shared_draws import SharedDraws, count_call, wait_for_batch_order
 from keras_shardopt.data.split_data import is_from_shard_data, is_split
@@ -48,7 +48,7 @@ from keras_shardopt.fit.sharing import (
     check_batches,
     check_kinds,
     sharing_of,
-    splits_own_part,
+    splits_separate_part,
     warn_of_same_parts,
 )
 from keras_shardopt.fit.tensorflow.batches import common_spec, is_packed, packed, rows_from, spec_of
@@ -64,7 +64,7 @@ class _Call:
     gathers: bool
     """Whether the call is a `predict` that returns the rows of all workers."""
 
-    splits_own_part: bool
+    splits_separate_part: bool
     """Whether the call is a `fit` that splits validation data from this worker's part of the data."""
 
     @property
@@ -91,7 +91,7 @@ def is_running() -> bool:
 _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
-def _takes_apart(strategy: tf.distribute.Strategy) -> bool:
+def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
     """Replaces Keras's function. The logs of steps here are equal on all replicas, or gathered."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
@@ -106,12 +106,12 @@ def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callab
     if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
         object.__setattr__(model, _GATHERS, gathers)
         model.predict_function = None  # it was traced for the other value
-    call = _Call(model, name, gathers, name == "fit" and splits_own_part(args, kwargs))
+    call = _Call(model, name, gathers, name == "fit" and splits_separate_part(args, kwargs))
     token = _running.set(call)
     try:
         with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
             if not call.is_alone:
-                tell(f"calls `{name}` of a prepared model")
+                announce(f"calls `{name}` of a prepared model")
             yield call_silently if processes.process()[1] > 0 else lambda real, *args, **kwargs: real(*args, **kwargs)
     finally:
         _running.reset(token)
@@ -152,7 +152,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._first, self._num_local = local_replicas(distribute_strategy)
         self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
         auto_shard = sharing_of(call.model).auto_shard
-        is_part = call.splits_own_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
+        is_part = call.splits_separate_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
         self._is_whole = auto_shard and not call.is_alone and not is_part
         self._draws = SharedDraws() if self._is_whole else None
         self._is_compared = False
@@ -218,7 +218,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         """Yield batches of this worker's part of the data until all workers have none left."""
         while True:
             batch = next(batches, None)
-            if not any(tell(_NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):
+            if not any(announce(_NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):
                 return
             yield self._divided(batch)
 
@@ -234,7 +234,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
                 lengths, first_batches = zip(*gather_objects(mine, "compares its first batch"))
                 check_alike(lengths, first_batches)
             mine = (0, 0) if batch is None else (int(num_rows(batch)), fingerprint(batch))
-            prints = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            prints = announce(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
             if len(set(prints)) > 1:
                 check_batches(gather_objects(mine, "compares a batch"), step)
             if not mine[0]:
@@ -348,7 +348,7 @@ def _start_equal(model: Any) -> None:
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
     variables = [v for v in [*model.variables, *state] if not reading_is_collective([v])]
-    counts = tell("compares the values of a prepared model", len(variables))
+    counts = announce("compares the values of a prepared model", len(variables))
     if len(set(counts)) > 1 or not variables:
         return
     prints = placement.fingerprints(variables)

@@ -39,7 +39,9 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = session is not None and (session.splits_own_part or is_from_shard_data(x, y, sample_weight))
+        self._is_marked = session is not None and (
+            session.splits_separate_part or is_from_shard_data(x, y, sample_weight)
+        )
         self._is_compared = False
         self._first: Any = None if session is None else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)

@@ -25,11 +25,17 @@ import torch
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.models import has_built_in_step, note_own_statistics, optimizers_of
+from keras_shardopt.backends.models import has_built_in_step, optimizers_of, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
-from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
-from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.backends.torch.process_group import (
+    add_promised_steps,
+    announce,
+    announce_async,
+    can_promise_steps,
+    gather_objects,
+)
+from keras_shardopt.backends.torch.random_numbers import seed_per_rank
 from keras_shardopt.data.split_data import is_split
 from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -71,7 +77,7 @@ class Session:
         self._begins_epoch = False
         self._step_of_call: TrainStep | None = None
         self._optimizer_of_step: Any = None
-        note_own_statistics(model, False)
+        set_replica_statistics(model, False)
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
@@ -85,7 +91,7 @@ class Session:
         self.logs = BatchLogs(model)
         self.call: Phase | None = None
         """The kind of the innermost running call (`fit`, `evaluate` or `predict`), or None."""
-        self.splits_own_part = False
+        self.splits_separate_part = False
         """Whether the running `fit` splits validation data from this rank's part of the data."""
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
@@ -139,7 +145,7 @@ class Session:
     def look(self, together: Session | None) -> None:
         """Prepare for a reader of weights, if it runs on all ranks (`together` is not None)."""
         if self.ranks is not None and together is not None:
-            self.step.before_look()
+            self.step.before_reading()
 
     @torch.compiler.disable
     def begin_step(self) -> None:
@@ -173,7 +179,7 @@ class Session:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
-            draw_apart(self.ranks.world, [])  # again, because the program may have seeded PyTorch since the last call
+            seed_per_rank(self.ranks.world, [])  # the program may have seeded PyTorch since the last call
         plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
@@ -185,7 +191,7 @@ class Session:
         """Return the paths of variables that differ between ranks. If none do, this costs one small message."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
-        messages = tell("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
+        messages = announce("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
         if all(each == messages[0] for each in messages):
             return []
         mine = (len(variables), shapes, fingerprints(values))
@@ -212,11 +218,11 @@ class Session:
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
         """Send ints to all ranks. Return the ints of each rank. All raise ValueError if their phases differ."""
         assert self.ranks is not None
-        return tell(phase.value, *map(int, message))
+        return announce(phase.value, *map(int, message))
 
     def takes_whole(self, *data: Any) -> bool:
         """Whether all ranks receive the same data, and each rank uses its part of every batch."""
-        return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_split(*data)
+        return sharing_of(self.model).auto_shard and not self.splits_separate_part and not is_split(*data)
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
@@ -230,7 +236,7 @@ class Session:
         """
         assert self.call is not None
         length = 0 if num_batches is None else num_batches + 1
-        messages = tell(f"begins: {self.call.value}", is_whole + 2 * length, 0 if data is None else checksum(data))
+        messages = announce(f"begins: {self.call.value}", is_whole + 2 * length, 0 if data is None else checksum(data))
         check_kinds([bool(number % 2) for number, _ in messages])
         lengths, first_batches = [number // 2 for number, _ in messages], [found for _, found in messages]
         if is_whole:
@@ -251,7 +257,7 @@ class Session:
         self._unreported.add(num, fingerprint(data) if num else 0)
         self._send_rows(phase, num, True, num_equal)
         if not num:
-            owe_steps(-1)
+            add_promised_steps(-1)
             return None
         self._rows = self._rows_of_ranks(num, self.ranks)
         self.step.fit_states(self._rows, self.ranks.replica_id)
@@ -269,7 +275,7 @@ class Session:
         self._unreported.add(mine, 0)
         self._send_rows(phase, mine, False, num_equal)
         if not mine and not any(self._rows):
-            owe_steps(-1)
+            add_promised_steps(-1)
             return None
         self.mine = mine
         return self._last_batch[phase]
@@ -283,11 +289,13 @@ class Session:
         if phase is not Phase.PREDICT_BATCH:
             trains = phase is Phase.TRAIN_BATCH
             reads = int(self.logs.are_read(trains))
-            promised = self._unreported.can_promise(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
+            promised = (
+                self._unreported.can_promise_steps(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
+            )
         # Bit 0: logs are read; bit 1: has a batch to repeat; bits 2 to 6: promised batches; above: checksum.
         flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
-        self._pending = tell_soon(phase.value, num, flags)
-        owe_steps(1)
+        self._pending = announce_async(phase.value, num, flags)
+        add_promised_steps(1)
         if not num or not self._can_wait(phase):
             self.confirm()
 
@@ -358,7 +366,7 @@ class Session:
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
         """End the step of a batch. Return its logs over all ranks if some rank reads them, or the last such logs."""
-        owe_steps(-1)
+        add_promised_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
             return self.logs.last(trains, logs)
@@ -374,7 +382,7 @@ class Session:
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
         """Gather the outputs of all ranks (with `rows[rank]` rows each) for a batch, in the order of its rows."""
         assert self.ranks is not None
-        owe_steps(-1)  # every further exchange starts with a message
+        add_promised_steps(-1)  # every further exchange starts with a message
         mine = rows[self.ranks.replica_id]
         num_run = max(mine, 1)  # a rank without rows has run one
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
@@ -487,9 +495,9 @@ class _Unreported:
         self._num_promised -= 1
         return True
 
-    def can_promise(self, num_equal: int, seconds: float) -> int:
+    def can_promise_steps(self, num_equal: int, seconds: float) -> int:
         """Return the number of batches to promise: 4 times the last one + 3, within `num_equal` and `seconds`."""
-        if num_equal <= 0 or not can_promise():
+        if num_equal <= 0 or not can_promise_steps():
             return 0
         now = time.monotonic()
         of_one, self._since = (now - self._since) / self.num_batches, now
@@ -500,7 +508,7 @@ class _Unreported:
         """Clear the batches that a message has covered, and set the number of promised batches."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
-        owe_steps(self._num_promised - before)
+        add_promised_steps(self._num_promised - before)
 
 
 running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("running", default=None)

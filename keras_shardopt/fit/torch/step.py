@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keras_shardopt.backends.models import has_own_statistics, note_own_statistics
+from keras_shardopt.backends.models import has_own_statistics, set_replica_statistics
 from keras_shardopt.backends.torch.process_group import gather_objects
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -63,7 +63,7 @@ class TrainStep:
             return real(data)
         session.mine = None
         if trains:
-            note_own_statistics(session.model, True)
+            set_replica_statistics(session.model, True)
         share_losses(session.model)
         kept = [] if mine else [(variable, variable.value.clone()) for variable in _counted(session.model)]
         rows_here = mine or num_rows(data)
@@ -84,7 +84,7 @@ class TrainStep:
     def before_step(self, begins_epoch: bool) -> None:
         """Called before each training step, on all ranks."""
 
-    def before_look(self) -> None:
+    def before_reading(self) -> None:
         """Called on all ranks before weights are read."""
 
     def weights_set(self) -> None:

@@ -29,7 +29,7 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import methods_inside, mix_in, note_own_statistics
+from keras_shardopt.backends.models import methods_inside, mix_in, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import count_call
@@ -37,7 +37,7 @@ from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.calls import call_silently, num_rows
 from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
-from keras_shardopt.fit.sharing import sharing_of, splits_own_part
+from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
@@ -55,12 +55,12 @@ class PreparedOnTorch(PreparedModel):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
         session.has_started, session.logs.is_fitting = False, True
-        session.splits_own_part = splits_own_part(args, kwargs)
+        session.splits_separate_part = splits_separate_part(args, kwargs)
         try:
             with joining_uneven_inputs():
                 history = _run(session, session, Phase.TRAIN_BATCH, super().fit, *args, **kwargs)
         finally:
-            session.logs.is_fitting = session.splits_own_part = False
+            session.logs.is_fitting = session.splits_separate_part = False
         if session.ranks is not None:
             session.exchange(Phase.END_OF_FIT)
         return history
@@ -150,7 +150,7 @@ class PreparedOnTorch(PreparedModel):
             return pythonify_logs(real(logs))
         if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):
             session.step.end_epoch(is_call=session.call is not None)
-            note_own_statistics(self, False)
+            set_replica_statistics(self, False)
         # Some metrics return their variable, so convert to Python numbers.
         result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
         session.logs.forget()

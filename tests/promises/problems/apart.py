@@ -144,7 +144,7 @@ def in_numpy(num_replicas, name):
 def state_of_all(model):
     """Each replica's weights and optimizer state, the anchors and counts, as arrays."""
     local = local_updates_in([model.optimizer])[0]
-    shared = [keras.ops.convert_to_numpy(v) for v in [*local.lasting, *model.weights]]
+    shared = [keras.ops.convert_to_numpy(v) for v in [*local.saved_variables, *model.weights]]
     return [*map(np.array, local.save_state()), *shared]
 
 
@@ -241,7 +241,7 @@ def lived(replicas, name):
         file = pathlib.Path(f"{folder}/model.keras").read_bytes()
         loaded = keras.saving.load_model(f"{folder}/model.keras")
         kept, theirs = (
-            [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([m.optimizer])[0].lasting, *m.weights]]
+            [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([m.optimizer])[0].saved_variables, *m.weights]]
             for m in (model, loaded)
         )
         start = loaded.get_weights()
@@ -611,7 +611,8 @@ def dropping(replicas, name):
 def moved(replicas, name):
     """A file of a run that was amid a round, at this path, loaded by so many replicas: what it has, and training on."""
     loaded = keras.saving.load_model(name)
-    kept = [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([loaded.optimizer])[0].lasting, *loaded.weights]]
+    own = local_updates_in([loaded.optimizer])[0].saved_variables
+    kept = [keras.ops.convert_to_numpy(v) for v in [*own, *loaded.weights]]
     x, y = uneven.data()
     before = loaded.evaluate(x, y, verbose=0)
     ks.prepare(loaded, auto_shard=True)

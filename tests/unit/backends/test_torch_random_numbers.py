@@ -18,12 +18,12 @@ def test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers(monkeypa
     with torch.random.fork_rng():
         torch.manual_seed(3)
         of_rank_0 = random_numbers.rng_state()
-        random_numbers.draw_apart(SecondRank, [])
+        random_numbers.seed_per_rank(SecondRank, [])
         own, seed = random_numbers.rng_state(), torch.initial_seed()
         assert seed != 3
         random_numbers.set_rng_state(own)
-        random_numbers.draw_apart(SecondRank, [])
+        random_numbers.seed_per_rank(SecondRank, [])
         assert random_numbers.rng_state() == own
         random_numbers.set_rng_state(of_rank_0, is_own=False)
-        random_numbers.draw_apart(SecondRank, [])
+        random_numbers.seed_per_rank(SecondRank, [])
         assert torch.initial_seed() == seed

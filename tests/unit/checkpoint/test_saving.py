@@ -679,5 +679,5 @@ def test_who_fails_to_write_a_file_of_its_own_leaves_no_part_of_it(monkeypatch, 
 
     monkeypatch.setattr(saving.processes, "process", lambda: (2, 1))
     with pytest.raises(OSError, match="no space"):
-        saving.write_apart(trained(), half, tmp_path / "model.weights.h5")
+        saving.save_from_any_process(trained(), half, tmp_path / "model.weights.h5")
     assert not list(tmp_path.iterdir())

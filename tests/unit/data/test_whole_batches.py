@@ -100,7 +100,7 @@ def test_what_is_drawn_in_a_block_is_what_process_0_draws(monkeypatch, is_same):
     keras.utils.set_random_seed(1 if is_same else 2)
     own = [drawn() for _ in range(3)]
     keras.utils.set_random_seed(1 if is_same else 2)
-    monkeypatch.setattr(shared_draws, "_take_from_first", lambda: of_process_0)
+    monkeypatch.setattr(shared_draws, "_states_of_process_0", lambda: of_process_0)
     draws = SharedDraws()
     with draws.drawing():
         assert drawn() == expected[0]

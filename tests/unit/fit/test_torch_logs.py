@@ -63,8 +63,8 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
 
     now, may_promise, owed = [100.0], [True], []
     monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(session, "can_promise", lambda: may_promise[0])
-    monkeypatch.setattr(session, "owe_steps", owed.append)
+    monkeypatch.setattr(session, "can_promise_steps", lambda: may_promise[0])
+    monkeypatch.setattr(session, "add_promised_steps", owed.append)
     unreported = session._Unreported()
 
     def promise(num_batches=1, num_alike=1000, seconds=1000.0, seconds_of_one=1.0):
@@ -73,7 +73,7 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
             assert unreported.is_promised() == (i < num_batches - 1)
             unreported.add(4, 0)
             now[0] += seconds_of_one
-        found = unreported.can_promise(num_alike, seconds)
+        found = unreported.can_promise_steps(num_alike, seconds)
         unreported.reported(found)
         return found
 

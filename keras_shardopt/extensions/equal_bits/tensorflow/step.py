@@ -59,7 +59,7 @@ from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.parts import NotCountedError, PartOfBatch
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
-from keras_shardopt.wrapping.rollback import assign_noted, changed_by_forward_passes
+from keras_shardopt.wrapping.rollback import assign_saved, changed_by_forward_passes
 
 
 class PartsStep(TrainStep):
@@ -323,7 +323,7 @@ class _Work:
         num_counting = tf.minimum(self._data.all_rows, self._num_parts)
         after = [_value(v) + total / tf.cast(num_counting, v.dtype) for v, total in zip(self._moving, moved)]
         for variable, value in [*zip(self._moving, after), *zip(self._same, same)]:
-            assign_noted(variable, value)
+            assign_saved(variable, value)
         values = {id(v): value for v, value in [*zip(self._sums, counted), *zip(self._moving, after)]}
         with keras.StatelessScope([(v, values[id(v)]) for v in self._metrics if id(v) in values]):
             logs = self._model.get_metrics_result()
