@@ -1,4 +1,4 @@
-"""Callbacks for replicas, backups, comparison of runs, and TensorBoard summaries."""
+"""Callbacks that compare replicas or runs, save checkpoints, stop at NaN, and write TensorBoard summaries."""
 
 from keras_shardopt.callbacks.fingerprints import Fingerprints, first_difference
 from keras_shardopt.callbacks.nonfinite import StopOnNonFinite

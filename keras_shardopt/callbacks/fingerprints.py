@@ -1,4 +1,4 @@
-"""Fingerprints of weights after each update, to find the first difference between two runs."""
+"""Fingerprints (hashes) of weights after each update, to find the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from keras_shardopt.wrapping.slots import without_counters
 
 
 class Fingerprints(keras.callbacks.Callback):
-    """Writes a fingerprint of each weight after each update, for `first_difference` to compare two runs.
+    """Writes a fingerprint (hash) of each weight after each update. `first_difference` compares the files of two runs.
 
-    Each line of the file is a JSON object. A `fit` that continues from an earlier update appends lines; any other `fit`
-    overwrites the file. Process 0 writes. Each fingerprint reads a whole weight, so do not use it in fast runs.
+    Each line of the file is a JSON object. A `fit` that begins after some updates appends lines; any other `fit`
+    overwrites the file. Only process 0 writes. Each fingerprint reads a whole weight, so the callback slows training.
 
     Args:
         filepath: str or path of the file.
-        every: int >= 1 (default 1). Number of updates between fingerprints.
+        every: int >= 1 (default 1). Fingerprints are written after every `every`-th update.
 
     Raises:
         TypeError, ValueError: if `filepath` is not a path, or `every` is not an int >= 1.
@@ -56,7 +56,7 @@ class Fingerprints(keras.callbacks.Callback):
         self._last = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts the file, or continues it."""
+        """Starts a new file, or continues the existing file if the optimizer has already made updates."""
         self._last = self._updates()
         if self._writes:
             self.filepath.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Fingerprints(keras.callbacks.Callback):
             self._write({"variables": names}, anew=self._last == 0)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes a line if the batch has led to an update."""
+        """Writes a line if the batch has led to an update, and `every` divides the number of updates."""
         updates = self._updates()
         if updates != self._last and updates % self.every == 0 and self._writes:
             self._write({"update": updates, "fingerprints": [fingerprint(weight) for weight in self.model.weights]})
@@ -100,18 +100,18 @@ class Difference(NamedTuple):
 
 
 def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference | None:
-    """Returns the first update, and its first variable, that differ between two runs.
+    """Returns the first update after which two runs differ, and the first variable that differs.
 
     Args:
         a: the file that `Fingerprints` wrote in one run.
         b: the file of the other run.
 
     Returns:
-        A `Difference` with the fields `update` and `variable`, or None if all common updates are equal.
+        A `Difference` with the fields `update` and `variable`. None if the files agree on all updates that both have.
 
     Raises:
-        TypeError, ValueError: if `a` or `b` is not such a file; if the runs have different variables or no common
-            update.
+        TypeError, ValueError: if `a` or `b` is not such a file; if the runs have different variables, or the files
+            have no update in common.
     """
     (names, one), (others, two) = _read("a", a), _read("b", b)
     if names != others:
@@ -135,7 +135,7 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
 
 
 def _read(name: str, file: Any) -> tuple[list[str], dict[int, list[str]]]:
-    """Returns the variable names, and the fingerprints by update. A repeated update keeps its last fingerprints."""
+    """Returns the variable names and, for each update, the fingerprints; the last ones if a run repeated the update."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a str or a path. Received: {name}={file!r}")
     names: list[str] = []

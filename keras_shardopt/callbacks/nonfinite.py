@@ -1,4 +1,4 @@
-"""A callback that ends training when a gradient is not finite."""
+"""A callback that ends training when a gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 
 
 class StopOnNonFinite(keras.callbacks.Callback):
-    """Ends training right after `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity in a batch.
+    """Ends training right after a batch in which `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity.
 
-    Use it on JAX, and on TensorFlow with `jit_compile=True`, because their compiled steps cannot raise. They skip the
-    update, but without this callback the error comes when `fit` ends (JAX) or never (TensorFlow). Otherwise the
-    callback changes nothing. It waits for each batch to finish, because it reads one number after it.
+    Use it on JAX, and on TensorFlow with `jit_compile=True`, because compiled steps cannot raise errors. Such a step
+    skips the update; without this callback, the error is raised when `fit` ends (JAX) or never (TensorFlow). In other
+    cases, the callback has no effect. It waits for the end of each step, because it then reads one number from it.
 
     Raises:
         FloatingPointError: after such a batch, on every process, with the names of the replica and the variable.
@@ -29,16 +29,16 @@ class StopOnNonFinite(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Ignores updates that were skipped before this `fit`."""
+        """Makes the callback ignore updates that were skipped before this `fit`."""
         for cross_shard in cross_shards_in(self.model):
             cross_shard.check_finite(from_now=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raises if the batch has skipped an update."""
+        """Raises FloatingPointError if an optimizer has skipped the update of this batch."""
         for cross_shard in cross_shards_in(self.model):
             cross_shard.check_finite()
 
 
 def cross_shards_in(model: Any) -> list[CrossShard]:
-    """Returns every `CrossShard` in the optimizers of a model."""
+    """Returns each `CrossShard` of a model: its optimizers, and the ones that they wrap."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]

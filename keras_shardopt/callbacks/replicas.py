@@ -1,4 +1,4 @@
-"""Callbacks for several replicas: equal start, averaged logs, and comparison of weights."""
+"""Callbacks for several replicas: `SyncReplicas` (equal start, averaged logs) and `CheckReplicas` (equal weights)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from keras_shardopt.wrapping.chain import descendants, shared_variables
 class SyncReplicas(keras.callbacks.Callback):
     r"""Starts all replicas with equal variables, and averages the logs of each epoch over processes.
 
-    Only models that are not prepared need it. A prepared model, such as a model compiled inside `data_parallel()`, does
-    both without it. This callback then does nothing, so old scripts continue to work.
+    Only models that are not prepared need this callback. A prepared model, such as one compiled inside
+    `data_parallel()`, does both itself. The callback then does nothing, so old scripts still work.
 
     When training begins, all model variables (frozen weights and seed states included) and all optimizer variables take
     the values of rank 0. At the end of each epoch, every number in the logs becomes $\frac{1}{N} \sum_p v_p$, with $N$
     the number of processes and $v_p$ the number on process $p$. Later callbacks in the list, and the history that `fit`
     returns, get the averages. So `ReduceLROnPlateau`, `EarlyStopping` and `ModelCheckpoint` make the same decision on
-    every rank. Put `SyncReplicas` before them, otherwise they read the numbers of one rank.
+    every rank. Put `SyncReplicas` before those callbacks, otherwise they read the numbers of one rank.
 
-    Processes are the ranks on PyTorch, and the processes of `jax.distributed` on JAX, where Keras already logs global
-    metrics. If one process holds all replicas, the callback does nothing.
+    Processes are the ranks on PyTorch, and the processes of `jax.distributed` on JAX. (On JAX, Keras itself logs
+    metrics over all processes.) If one process holds all replicas, the callback does nothing.
 
     Raises:
         ValueError: when training begins, if a callback with an attribute `monitor` comes before this callback, or if
             variables differ in shape or dtype between processes; at the end of an epoch, if processes log different
-            metrics. Every process raises the last two errors.
+            metrics. Each of the last two errors is raised on every process.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -73,7 +73,7 @@ class SyncReplicas(keras.callbacks.Callback):
         placement.broadcast_state(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages `logs` in place. Later callbacks receive the same dict."""
+        """Averages `logs` in place, because later callbacks receive the same dict."""
         if logs is None or is_prepared(self.model):
             return
         everyones = processes.gather_objects(dict(logs))
@@ -91,16 +91,16 @@ class SyncReplicas(keras.callbacks.Callback):
 class CheckReplicas(keras.callbacks.Callback):
     """Compares the replicas' weights and optimizer state bit by bit, and stops training if they differ.
 
-    Diverged replicas keep training silently: each applies averaged gradients to different weights. This callback checks
-    every `every` training batches and when training ends. A check costs one small exchange of fingerprints. A single
-    flipped bit always changes a fingerprint; any other difference is missed with a probability of 1 in 2**32. With one
-    replica, the callback does nothing.
+    Without a check, replicas with different weights train on silently: each applies the averaged gradients to its own
+    weights. This callback checks after every `every` training batches, and when training ends. For a check, replicas
+    exchange short hashes of the variables. A hash detects each single flipped bit, and misses any other difference
+    with a probability of 1 in 2**32. With one replica, the callback does nothing.
 
-    It compares trainable weights, weights of frozen layers, and all optimizer variables. Other state of layers may
-    differ: moving statistics of a `BatchNormalization` are per-rank on PyTorch within an epoch, and per-replica on
-    TensorFlow if the model is not prepared. Buffers of `torch.nn` modules are compared from the end of an epoch of a
-    prepared model until the next epoch. Variables that a `CrossShard(group_assignment=...)` updates are compared
-    within its groups. With `LocalSGD`, weights are compared only right after a synchronization.
+    It compares trainable weights, weights of frozen layers, and all optimizer variables. Other state of layers is
+    allowed to differ: moving statistics of a `BatchNormalization` are per-rank on PyTorch within an epoch, and
+    per-replica on TensorFlow if the model is not prepared. Buffers of `torch.nn` modules are compared between two
+    epochs of a prepared model only. Variables that a `CrossShard(group_assignment=...)` updates are compared within
+    its groups. With `LocalSGD`, weights are compared only right after a synchronization.
 
     Args:
         every: int >= 1 (default 100). Number of training batches between checks.
@@ -139,16 +139,16 @@ class CheckReplicas(keras.callbacks.Callback):
         self._has_one_replica = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Resets the counts."""
+        """Resets the counts of batches."""
         self._restart()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts to number batches from 0 again."""
+        """Notes that batches are numbered from 0 again."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks after every `every` batches."""
-        # With `steps_per_execution`, one call stands for several batches.
+        """Checks the replicas if `every` batches have passed since the last check."""
+        # With `steps_per_execution`, Keras calls this method once for several batches, so count by batch numbers.
         self._num_batches += batch - self._last_batch
         self._num_unchecked += batch - self._last_batch
         self._last_batch = batch
@@ -156,7 +156,7 @@ class CheckReplicas(keras.callbacks.Callback):
             self.check()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks the batches since the last check."""
+        """Checks the replicas if batches have passed since the last check."""
         if self._num_unchecked and not self._has_one_replica:
             self.check()
 
@@ -167,7 +167,7 @@ class CheckReplicas(keras.callbacks.Callback):
             RuntimeError: on every process, if replicas differ.
         """
         self._num_unchecked = 0
-        # Read the model only for a check: on JAX, reading it moves the state out of the training step.
+        # Read `self.model` only for a check, because on JAX this copies the training state into the variables.
         model = self.model
         variables = _compared(model)
         fingerprints = placement.fingerprints(variables)
@@ -189,7 +189,10 @@ class CheckReplicas(keras.callbacks.Callback):
 
 
 def _callbacks_before(callback: keras.callbacks.Callback) -> list[Any]:
-    """Returns the earlier callbacks of its list, found on the call stack because a callback has no link to its list."""
+    """Returns the callbacks before this one in the list of `fit`.
+
+    A callback has no reference to its list, so the function finds the list on the call stack.
+    """
     running = running_instance(keras.callbacks.CallbackList)
     callbacks = [] if running is None else list(running.callbacks)
     places = [i for i, other in enumerate(callbacks) if other is callback]
@@ -201,7 +204,7 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 
 def _compared(model: Any) -> list[Variable]:
-    """Returns the variables that must be equal on all replicas, in the order of the model's variables."""
+    """Returns the variables that must be equal on all replicas: of the model in its order, then of its optimizers."""
     frozen = {id(v) for layer in layers_of(model) if not layer.trainable for v in layer.weights}
     weights = [v for v in model.weights if v.trainable or id(v) in frozen]
     return weights + equal_buffers(model) + _optimizer_variables(model)
@@ -209,7 +212,8 @@ def _compared(model: Any) -> list[Variable]:
 
 def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> list[Groups]:
     """Returns, per variable, the groups of replicas that must have equal values."""
-    # Each variable has one label per replica: the tuple of the replica's group index in each assignment that applies.
+    # Each variable has one label per replica: the indices of the replica's groups in all assignments that apply to the
+    # variable. Replicas with equal labels must have equal values.
     labels_of: dict[int, list[tuple[int, ...]]] = {}
     all_labels: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:

@@ -1,4 +1,4 @@
-"""`ShardedCheckpoint`: saves sharded checkpoints during `fit`, in the background."""
+"""A callback that saves sharded checkpoints during `fit`, in the background."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from keras_shardopt.checkpoint.training_state import extensions_of
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
-    """Saves the training state as sharded checkpoints, to which each process writes its part.
+    """Saves the training state as sharded checkpoints: each process writes its part of the state to its own files.
 
     See `save_sharded` for the contents, and `load_sharded` to restore them. Training waits while each process copies
     its part to host memory. A thread writes the files while training continues. At most one save is in progress: the
-    next one waits for it. `fit` returns when the last one is complete.
+    next save waits until it is complete. `fit` returns when the last save is complete.
 
     All processes need this callback, with the same arguments.
 
     Args:
-        directory: str or path. Created if missing; all processes must see it.
+        directory: str or path. Created if missing. All processes must be able to read and write it.
         save_freq: "epoch" (default), or int >= 1: the number of batches between saves.
         keep: int >= 1, or None for all. The number of checkpoints to keep: older ones are deleted when a save is
             complete, except those that another job writes meanwhile. Default: 3.
-        background: bool. False continues training only when each save is complete. Default: True.
+        background: bool. If False, training waits until each save is complete. Default: True.
 
     Raises:
         TypeError: if `directory` is not a path, or another argument has the wrong type.
@@ -93,12 +93,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._complete = complete_saves(self.directory)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch."""
+        """Remembers the epoch, because a checkpoint contains it."""
         self._epoch = epoch
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raises the error of a save in progress. Begins a save after `save_freq` batches."""
+        """Raises an error if the save in progress has failed. Begins a save after every `save_freq` batches."""
         self._check(wait=False)
         if self.save_freq != "epoch":
             self._num_batches += batch - self._last_batch
@@ -108,12 +108,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 self._begin(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins a save."""
+        """Begins a save if `save_freq` is "epoch"."""
         if self.save_freq == "epoch":
             self._begin(epoch + 1)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the last save."""
+        """Waits until the last save is complete."""
         self._check(wait=True)
 
     def _begin(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard summaries of updates during `fit`."""
+"""A callback that writes TensorBoard summaries of optimizer updates during `fit`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 class TrainingSummaries(keras.callbacks.Callback):
     """Writes TensorBoard summaries of updates, and logs the learning rate and the loss scale next to the loss.
 
-    It writes these values of every `every`-th update. The step in TensorBoard is the number of the update.
+    It writes the values of this table for every `every`-th update. The step in TensorBoard is the number of the update.
 
     | name in `summaries` | tag | value |
     |---|---|---|
@@ -29,40 +29,41 @@ class TrainingSummaries(keras.callbacks.Callback):
     | "loss_scale" | `Loss_Optimization/loss_scale` | the scale, if it is dynamic |
     | "global_gradient_norm" | `Loss_Optimization/global_gradient_norm` | the norm of all global, unscaled gradients before clipping |
     | the same, with `GradientClipping` | `Loss_Optimization/global_clipped_gradient_norm` | that norm after clipping |
-    | "gradient_norm" | `Loss_Optimization/gradient_norm/<variable>` | after clipping, before `LARC` |
+    | "gradient_norm" | `Loss_Optimization/gradient_norm/<variable>` | the norm after clipping, before `LARC` |
     | "gradients" | `Loss_Optimization/gradients/<variable>` | a histogram of the same gradients; 0 for non-finite values |
-    | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | before the update |
-    | "variables" | `Loss_Optimization/variables/<variable>` | a histogram of the same values |
+    | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | the norm before the update |
+    | "variables" | `Loss_Optimization/variables/<variable>` | a histogram of the values before the update |
     | "gradient_noise_scale" | `Loss_Optimization/gradient_noise_scale`, `gradient_noise_scale_in_batches` | the largest useful batch size, in rows and in multiples of the present batch |
     | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times the factor, and (in clip mode) whether the factor is below 1 |
 
-    `<variable>` is the path of the variable. Unless `summaries` is empty, it also writes `train_loss`, the mean loss of
-    the epoch so far, if the step tracks it. It writes nothing for an update that was skipped for an overflow.
+    `<variable>` is the path of the variable. Unless `summaries` is empty, the callback also writes `train_loss`, the
+    mean loss of the epoch so far, if the step tracks it. For an update skipped because of an overflow, it writes nothing.
 
     The logs of each epoch get `learning_rate` and, with dynamic loss scaling, `loss_scale`. Keras prints them and keeps
     them in the history.
 
     If a custom `train_step` uses several optimizers, tags and logs of each begin with its attribute name, such as
-    `d_optimizer/learning_rate`. An optimizer that its first update builds is recorded from the second step. On JAX, the
-    step carries the state of `model.optimizer` only, so others have "learning_rate" and "loss_scale" only.
+    `d_optimizer/learning_rate`. An optimizer that is built in its first update is recorded from the second step on. On
+    JAX, Keras passes only the state of `model.optimizer` through the step, so other optimizers have "learning_rate" and
+    "loss_scale" only.
 
     "gradient_noise_scale" is the running average of `GradientNoise`, over replicas or, with one replica, over
-    micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). Each update then costs a norm of
-    the replica's gradient and an all-reduce of three numbers, and on PyTorch the overlap of communication and
-    computation. Only `fit` of a prepared model provides the number of rows.
+    micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). Each update then also computes a
+    norm of the replica's gradient and an all-reduce of three numbers. On PyTorch, communication no longer overlaps
+    with computation. The value in rows is available only in `fit` of a prepared model.
 
     Most values come from inside the optimizer, so it must be an optimizer of this package; `CrossShard(Adam())` works
     with one replica too. With other optimizers, only the learning rate is available. During training, the optimizer
-    has one more scalar or vector per kind of value, never saved in files. "gradients" and "variables" each take as
-    much memory as the weights. On JAX, "variables" and "variable_norm" also cost a copy of the weights per step.
-    After training, these variables are removed, so the next `fit` compiles the training step again.
+    has an additional scalar or vector variable per kind of value, never saved in files. "gradients" and "variables"
+    each take as much memory as the weights. On JAX, "variables" and "variable_norm" also cost a copy of the weights per
+    step. After training, these variables are removed, so the next `fit` compiles the training step again.
 
     Args:
-        log_dir: path or None. The folder for rank 0's event files; None writes no files. Needs
+        log_dir: path or None. The folder for the event files, written by rank 0; None writes no files. Needs
             `pip install tensorboardX`, but not TensorFlow.
         summaries: a list of names from the table. None (default) means `["learning_rate", "global_gradient_norm",
             "loss_scale"]`, `[]` means none.
-        every: int >= 1 (default 100). Number of updates between summaries.
+        every: int >= 1 (default 100). Summaries are written for every `every`-th update.
 
     Raises:
         TypeError: if `summaries` is not a list, or `every` not an int.
@@ -95,7 +96,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._updates_before: dict[str, int] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to record the optimizers that are built."""
+        """Builds `model.optimizer` if needed, and starts to record the built optimizers."""
         model = self.model
         self._optimizers = _by_prefix(model)
         optimizer = self._optimizers.get("")
@@ -128,7 +129,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         """Whether to record values from inside the updates of an optimizer."""
         if len(self._optimizers) == 1:
             return True
-        if optimizer is model.optimizer:  # often the unused default of a bare `compile()`
+        if optimizer is model.optimizer:  # may be the default of `compile()`, unused by a custom step
             return isinstance(optimizer, OptimizerWrapper)
         if not runtime.updates_are_stateless:
             return True
@@ -144,18 +145,18 @@ class TrainingSummaries(keras.callbacks.Callback):
     def _count_from_updates(self) -> None:
         recorders = list(self._recorders.values())
         if recorders:
-            _ = self.model  # on JAX this takes the state out of the training step
+            _ = self.model  # on JAX, reading `model` copies the training state into the variables
             self._base = max(_num_updates(recorder.optimizer) * recorder.num_micro_batches for recorder in recorders)
             self._period = self.every * min(recorder.num_micro_batches for recorder in recorders)
             self._num_periods = self._base // self._period
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts to count batches from the number of updates."""
+        """Computes the number of past batches from the number of updates, because `batch` restarts at 0."""
         self._count_from_updates()
 
-    # At the start of a batch: with a callback for the end of a batch, Keras waits for the logs of each step.
+    # This hook avoids `on_train_batch_end`: for a callback with that method, Keras waits for the logs of each step.
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the summaries of the last period, if a period has ended."""
+        """Writes the summaries of the last `every` updates, if the batch before this one has completed them."""
         if len(self._recorders) < len(self._optimizers):
             before = len(self._recorders)
             self._start_recorders()
@@ -167,9 +168,10 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # Windows of micro-batches may extend over epochs, but each run of `num_micro_batches` batches has an update.
+            # An update may use micro-batches of two epochs. Any `num_micro_batches` successive batches have one update,
+            # so expect it in the last ones of the period.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
-        else:  # each optimizer may make several updates in a step, or none
+        else:  # each optimizer may make several updates in a step, or none, so do not predict them
             for recorder in self._recorders.values():
                 recorder.expect(None)
         if done // self._period > self._num_periods:
@@ -177,7 +179,7 @@ class TrainingSummaries(keras.callbacks.Callback):
             self._record()
 
     def _record(self) -> None:
-        model = self.model  # on JAX this takes the state out of the training step
+        model = self.model
         more: Callable[[], dict[str, float]] = functools.partial(_train_loss, model)
         for recorder in self._recorders.values():
             if recorder.record(more):
@@ -185,7 +187,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the remaining summaries, and adds the rates and loss scales to `logs` for later callbacks."""
-        _ = self.model  # on JAX this takes the state out of the training step
+        _ = self.model  # on JAX, reading `model` copies the training state into the variables
         self._record()
         if logs is None:
             return
@@ -197,7 +199,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                 logs[f"{prefix}loss_scale"] = scale
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops recording."""
+        """Stops recording, and drops the compiled training step that records."""
         for recorder in self._recorders.values():
             recorder.close()
         if self._recorders:
@@ -206,7 +208,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
 
 def _by_prefix(model: Any) -> dict[str, Any]:
-    """Returns the optimizers that may update a model, by the prefix of their tags: "" for a single optimizer."""
+    """Returns the optimizers of the training step; keys: the prefixes of their tags ("" for a single optimizer)."""
     held = optimizers_in_step(model)
     if len(held) == 1:
         return {"": held[0]}

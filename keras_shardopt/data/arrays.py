@@ -19,7 +19,7 @@ def part_of_arrays(
     """Returns this process's rows of the arrays: in batches if `batch_size` is set, otherwise as arrays."""
     num_rows = _num_rows({"x": x, "y": y, "sample_weight": sample_weight})
     part.check_enough(num_rows, "rows")
-    # No trailing None, as in `fit` and PyDataset.
+    # Leave out None at the end, as `fit` and `PyDataset` do.
     data = (x,) if y is None and sample_weight is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     if batch_size is not None:
         return BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
@@ -30,7 +30,7 @@ def part_of_arrays(
 
 
 class BatchesOfArrays(keras.utils.PyDataset):
-    """The batches of this process's rows."""
+    """A `PyDataset` of batches with this process's rows, in another order in each epoch if `shuffle` is set."""
 
     def __init__(
         self, data: tuple[Any, ...], num_rows: int, batch_size: int, shuffle: bool, seed: int, part: Part
@@ -56,7 +56,7 @@ class BatchesOfArrays(keras.utils.PyDataset):
         return batch
 
     def on_epoch_end(self) -> None:
-        """Draws the next order of the rows."""
+        """Draws the order of the rows in the next epoch."""
         self._epoch += 1
         if self._shuffle:
             self._draw()
@@ -102,7 +102,7 @@ def _advice(leaf: Any) -> str:
 
 
 def rows_of(nest: Any, rows: Any) -> Any:
-    """Returns the selected rows of each array of a nest. `rows` is a slice or an array of indices."""
+    """Returns the selected rows of each array in nested lists and dicts. `rows` is a slice or an array of indices."""
     return tree.map_structure(lambda leaf: None if leaf is None else _rows_of_one(leaf, rows), nest)
 
 
@@ -118,6 +118,6 @@ def _rows_of_one(array: Any, rows: Any) -> Any:
         return sys.modules["tensorflow"].gather(array, rows)
     if library == "torch":
         return array[sys.modules["torch"].as_tensor(rows)]
-    if library == "h5py":  # accepts only increasing indices
+    if library == "h5py":  # it accepts only increasing indices: sort them, and undo the sort on the result
         return array[np.sort(rows)][np.argsort(np.argsort(rows))]
     return array[rows]

@@ -1,6 +1,6 @@
-"""The rows or batches of this process, by kind of data.
+"""`shard_data`, and its choice of the function that splits a kind of data.
 
-Frameworks are read from `sys.modules`: a `DataLoader`, dataset or tensor of any framework works on any backend.
+It finds frameworks in `sys.modules` and imports none. So a `DataLoader`, dataset or tensor works on any backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Seed: TypeAlias = "int | None"
 
 
 class _Batches(Protocol):
-    """A `keras.utils.PyDataset` for type checkers, because Keras is untyped."""
+    """The methods by which type checkers recognize a `keras.utils.PyDataset`, because Keras has no annotations."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -69,22 +69,22 @@ def shard_data(
     r"""Returns this process's part of the data. All processes together get every row once.
 
     Custom training loops always need it. `fit` of a prepared model splits every batch among the processes, so it needs
-    `shard_data` only if each process should load its own part. It uses data from `shard_data` without a further split,
-    and `batch_size` then counts the rows of one process.
+    `shard_data` only if each process should load its own part. `fit` does not split data from `shard_data` again, and
+    its `batch_size` then counts the rows of one process.
 
     With $N$ processes, process $r$ gets the rows (or the batches, if the data comes in batches)
     $r,\ r + N,\ r + 2N, \dots$ With batches of $b$ rows, the $t$-th batches of all processes together are the rows
     $tNb$ to $(t + 1)Nb - 1$: the $t$-th batch of one process with batches of $Nb$.
 
-    The backend provides $r$: the rank on PyTorch, `jax.process_index()` on JAX, and on TensorFlow the task in the
-    cluster of the strategy or of `TF_CONFIG`. A single process gets its data back unchanged, even if it drives many
+    The backend provides $r$: the rank on PyTorch, `jax.process_index()` on JAX, and on TensorFlow the index of the
+    worker in the strategy's cluster or `TF_CONFIG`. A single process gets its data back unchanged, even if it uses many
     devices. Call `shard_data` inside `data_parallel()` or after it, with the same data on every process.
 
     | `x` | returns | split by |
     |---|---|---|
     | arrays | arrays as given: `x`, `(x, y)` or `(x, y, sample_weight)` | rows |
     | arrays, with `batch_size` | a `keras.utils.PyDataset` of batches; with `shuffle` new ones each epoch | rows |
-    | `keras.utils.PyDataset` | one of every N-th batch | batches |
+    | `keras.utils.PyDataset` | a `PyDataset` of every N-th batch | batches |
     | torch `DataLoader` | a copy with every N-th of the sampler's rows | rows; batches if it has a `batch_sampler` |
     | torch `DataLoader` of an `IterableDataset` | a copy with every N-th row of each worker's stream | rows |
     | `tf.data.Dataset` | `dataset.shard(N, r)` | elements: batches of a batched dataset, otherwise rows |
@@ -97,8 +97,9 @@ def shard_data(
     differ from those of one process. Data that shuffles its rows must use the same order on every process:
 
     - `PyDataset.on_epoch_begin` and `on_epoch_end` run with Python's, NumPy's and PyTorch's global random numbers
-      seeded from `seed` and the epoch, and restored afterwards. Seed any shuffling in the constructor.
-    - The sampler of a `DataLoader` draws in the same way, also with a `generator`. One iteration of the loader is an
+      seeded from `seed` and the epoch, and restored afterwards. A `PyDataset` that shuffles in its constructor must
+      use a fixed seed there.
+    - The sampler of a `DataLoader` draws in the same way, also with a `generator`. Each pass through the loader is an
       epoch. An `IterableDataset` must yield the same rows on every process.
     - A `tf.data` pipeline must be deterministic: `.shuffle(..., seed=...)`, and no `deterministic=False`.
 
@@ -108,13 +109,13 @@ def shard_data(
     Args:
         x: arrays or tensors with a first dimension of rows, lists or dicts of arrays, a `keras.utils.PyDataset`, a
             torch `DataLoader`, or a `tf.data.Dataset`. Every kind works on every backend.
-        y: targets, in the same forms as arrays; for arrays only.
-        sample_weight: weights, in the same forms; for arrays only.
+        y: arrays, lists or dicts of targets; only if `x` has arrays.
+        sample_weight: arrays, lists or dicts of weights; only if `x` has arrays.
         batch_size: int >= 1 or None (default). For arrays: the number of rows per batch on this process. None leaves
             batching to `fit`.
         shuffle: bool. True reorders rows or batches in the same order on all processes: arrays without `batch_size`
             once, other data in each epoch. Not for a `tf.data.Dataset` or `IterableDataset`.
-        seed: int >= 0 or None (0). The seed of these orders, equal on all processes.
+        seed: int >= 0 or None (means 0). The seed of these orders, equal on all processes.
 
     Returns:
         See the table.
@@ -150,7 +151,7 @@ def shard_data(
         ...         return np.full((4, 2), index), np.ones((4, 1))
         >>> history = model.fit(ks.shard_data(Batches()), epochs=2, shuffle=False, verbose=0)
     """
-    install("optimizers")  # training on several ranks needs a `CrossShard`
+    install("optimizers")  # changes `fit` of Keras to detect ranks that train separately
     _check_arguments(batch_size, shuffle, seed)
     part, seed = Part(*processes.process()), 0 if seed is None else int(seed)
     split = _splitter(x)

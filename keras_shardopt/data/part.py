@@ -1,4 +1,4 @@
-"""The share of one process: every n-th row or batch."""
+"""The part of one process: every n-th row or batch, with n processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Every `num_parts`-th item, starting at `index`."""
+    """The part of one process: every `num_parts`-th item of a sequence, beginning with the item `index`."""
 
     num_parts: int
     index: int
 
     @property
     def slice(self) -> slice:
-        """The slice of this part's items."""
+        """The slice that selects this part's items from a sequence."""
         return slice(self.index, None, self.num_parts)
 
     def size(self, total: int) -> int:
@@ -29,22 +29,22 @@ class Part:
         return len(range(self.index, total, self.num_parts))
 
     def check_enough(self, total: int, things: str) -> None:
-        """Raises ValueError if a process would get no item."""
+        """Raises ValueError if a process would get none of `total` items. The error calls the items `things`."""
         if total < self.num_parts:
             raise ValueError(
-                f"`x` must have at least one of its {things} for each process. "
+                f"`x` must have at least as many {things} as there are processes. "
                 f"Received: {total} {things} for {self.num_parts} processes. Use more data or fewer processes."
             )
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns an order of rows that is the same on all processes."""
+    """Returns the numbers 0 to `size - 1` in a random order that is the same on all processes."""
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 @contextlib.contextmanager
 def same_random_numbers(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Seeds all global random numbers, and PyTorch's `generators`, from `key` for the duration of the block."""
+    """Seeds all global random numbers and PyTorch's `generators` from `key` in a block. Then restores their states."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch = sys.modules.get("torch")
     generators = [*generators, *([] if torch is None else [torch.default_generator])]

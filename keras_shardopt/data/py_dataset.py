@@ -11,7 +11,7 @@ from keras_shardopt.data.part import Part, permutation, same_random_numbers
 
 
 class PartOfPyDataset(keras.utils.PyDataset):
-    """Every n-th batch of another PyDataset."""
+    """This process's batches of another `PyDataset`: every n-th one, with n processes."""
 
     def __init__(self, batches: keras.utils.PyDataset, shuffle: bool, seed: int, part: Part) -> None:
         super().__init__(
@@ -53,12 +53,12 @@ class PartOfPyDataset(keras.utils.PyDataset):
         return self._batches[position if self._order is None else int(self._order[position])]
 
     def on_epoch_begin(self) -> None:
-        """Starts an epoch of the dataset with random numbers that are equal on all processes."""
+        """Calls the other dataset's `on_epoch_begin` with random numbers that are equal on all processes."""
         with same_random_numbers(self._seed, self._epoch, 0):
             self._batches.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Ends an epoch of the dataset with random numbers that are equal on all processes."""
+        """Calls the other dataset's `on_epoch_end` with random numbers that are equal on all processes."""
         with same_random_numbers(self._seed, self._epoch, 1):
             self._batches.on_epoch_end()
         self._epoch += 1

@@ -1,8 +1,8 @@
-"""Random numbers of process 0 on every process, to draw the order of data.
+"""Gives every process the random numbers of process 0 while it draws the order of the data.
 
 Private names of Keras touched here (a test holds them):
-    `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers of a
-        `PyDataset`, the thread that feeds them, and the order of batches that this thread draws.
+    `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers that
+        load batches of a `PyDataset`, the thread that feeds them, and the order of batches that this thread draws.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import numpy as np
 from keras_shardopt.backends.active import processes
 
 _num_calls = 0
-"""The number of `fit`, `evaluate` and `predict` calls that all processes together have ended."""
+"""The number of `fit`, `evaluate` and `predict` calls that have ended, the same on all processes."""
 
 
 def count_call() -> None:
-    """Counts a call that all processes have ended. Enclosing calls then share the state of process 0 again."""
+    """Counts the end of a call on all processes. A call around it then takes the state of process 0 again.
+
+    The inner call, started by a callback, may have drawn other random numbers on some processes.
+    """
     global _num_calls
     _num_calls += 1
 
@@ -32,9 +35,9 @@ def count_call() -> None:
 class SharedDraws:
     """Makes all processes draw the same order of data, although each has its own global random numbers.
 
-    Only inside `drawing()`, the global random numbers of Python, NumPy and PyTorch are those of process 0 at the start
-    of the epoch. So the order of rows is the order that one process draws. Afterwards, a process with the same numbers
-    as process 0 continues behind the draws, as a single process does. Other processes get their own numbers back.
+    Inside `drawing()`, the global random numbers of Python, NumPy and PyTorch begin with the state that process 0 had
+    at the start of the epoch. So the rows have the order that process 0 draws. After the block, a process that had the
+    same state as process 0 keeps the state after the draws, as a single process does. Others get their own state back.
     """
 
     def __init__(self) -> None:
@@ -43,12 +46,12 @@ class SharedDraws:
         self._num_calls = 0
 
     def forget(self) -> None:
-        """Makes the next epoch start from process 0's state at that time."""
+        """Drops the states of this epoch, so the next block takes the current states of process 0."""
         self._states = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Opens a block in which data is drawn. Blocks nest; all processes must enter an epoch's first one together."""
+        """Opens a block that draws data. Blocks may nest. All processes must enter the first block of an epoch."""
         if self._is_drawing:
             yield
             return
@@ -67,7 +70,10 @@ class SharedDraws:
 
 
 def wait_for_batch_order(adapter: Any) -> None:
-    """Makes the start of a `PyDataset` wait until its thread has drawn the order of batches, inside `drawing()`."""
+    """Makes the start of a `PyDataset`'s workers wait until their thread has drawn the order of batches.
+
+    Keras starts them inside `drawing()`. Without the wait, the thread could draw after that block.
+    """
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:
         return
@@ -77,7 +83,7 @@ def wait_for_batch_order(adapter: Any) -> None:
         if enqueuer.is_running():
             return
         enqueuer.indices = None
-        start(*args, **kwargs)  # the epoch, from Keras 3.16 on
+        start(*args, **kwargs)  # from Keras 3.16 on, `start` has the epoch as an argument
         while enqueuer.indices is None and enqueuer.run_thread.is_alive():
             time.sleep(0.0005)
 
@@ -85,9 +91,9 @@ def wait_for_batch_order(adapter: Any) -> None:
 
 
 def _states_of_process_0() -> dict[str, Any]:
-    """Returns process 0's states of the generators that differ between processes."""
+    """Returns, by name, process 0's states of the global random numbers whose states differ between processes."""
     states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
-    # PyTorch's differ after the first step, because unseeded dropout draws from them.
+    # Always send PyTorch's state: it differs after the first step, because unseeded dropout draws from it.
     of_torch = states.pop("torch", None)
     prints = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
     is_first = processes.process()[1] == 0
@@ -130,4 +136,4 @@ _GENERATORS: dict[str, tuple[Any, Any]] = {
     "numpy": (_numpy_state, _set_numpy_state),
     "torch": (_torch_state, _set_torch_state),
 }
-"""By name of the global random numbers: functions that read and set their state."""
+"""For each library with global random numbers, the functions that read and set their state."""

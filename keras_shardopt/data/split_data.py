@@ -1,4 +1,4 @@
-"""Recognizes data that is already split among processes."""
+"""Recognizes data that `shard_data` or a `DistributedSampler` has already split among processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import steps_of
 from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, samplers_of
 
-# Keys are `id`s, because arrays compare element by element. References are weak: data must not stay alive.
+# The arrays and pipelines that `shard_data` has returned. Keys are `id`s, because arrays compare element by element.
+# References are weak, so the entries do not keep data alive.
 _parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -26,7 +27,7 @@ def mark_as_split(data: Any) -> Any:
 
 
 def is_split_dataset(x: Any) -> bool:
-    """Whether `x` is a `PyDataset`, `DataLoader` or pipeline from `shard_data`. Later pipeline steps are allowed."""
+    """Whether `x` is a `PyDataset`, a `DataLoader`, or a `tf.data` pipeline that begins with one, from `shard_data`."""
     parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
     if any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset")):
         return True
@@ -37,12 +38,12 @@ def is_split_dataset(x: Any) -> bool:
 
 
 def is_split(*data: Any) -> bool:
-    """Whether `shard_data` or a `DistributedSampler` has split any of these arguments of one call."""
+    """Whether `shard_data` or a `DistributedSampler` has split any of these arguments (`x`, `y`, ...) of a call."""
     return is_from_shard_data(*data) or any(_has_distributed_sampler(each) for each in data)
 
 
 def is_from_shard_data(*data: Any) -> bool:
-    """Whether `shard_data` has returned any of these arguments of one call."""
+    """Whether `shard_data` has returned any of these arguments (`x`, `y`, ...) of a call."""
     return any(is_split_dataset(each) for each in data) or any(_is_marked(leaf) for leaf in tree.flatten(data))
 
 

@@ -27,7 +27,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "drops rows. Received: a `DataLoader` with that sampler. Leave the sampler out, and pass "
                 "`shuffle=True` to the `DataLoader`."
             )
-    # A copy keeps every argument, also those of a subclass. DataLoader forbids assignments.
+    # A copy keeps all arguments, also those of a subclass. `DataLoader` forbids assignments to some attributes.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None
@@ -37,7 +37,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "`shuffle` is not for a `DataLoader` of an `IterableDataset`, because such a dataset cannot be "
                 "reordered. Received: shuffle=True. Shuffle inside the dataset, in the same order on every process."
             )
-        # The split applies to each worker's stream, so several workers have no known length.
+        # Each worker of the loader splits its own stream of rows, so with several workers the length is unknown.
         sized = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
         if sized:
             part.check_enough(len(loader.dataset), "rows")
@@ -52,7 +52,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls `set_epoch(epoch)` on each sampler of a `DataLoader` that has it, such as `DistributedSampler`."""
+    """Calls `set_epoch(epoch)` on each sampler of a `DataLoader` with this method, such as a `DistributedSampler`."""
     for sampler in samplers_of(loader):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
@@ -69,7 +69,10 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 class PartOfSampler:
-    """Every n-th item of a sampler, drawn in the same order on every process. Each iteration is an epoch."""
+    """This process's items of a sampler: every n-th one, with n processes. Each call of `iter` begins an epoch.
+
+    Every process draws all items of the sampler, in the same order, and keeps its part.
+    """
 
     def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: Part) -> None:
         if not hasattr(sampler, "__len__"):
@@ -96,7 +99,10 @@ class PartOfSampler:
 
 
 class PartOfStream:
-    """Every n-th row of an `IterableDataset`. Attributes are those of the dataset; a `worker_init_fn` may set them."""
+    """This process's rows of an `IterableDataset`: every n-th one, with n processes.
+
+    It reads and sets the attributes of the dataset, because a user's `worker_init_fn` may set them.
+    """
 
     _dataset: Any
     _part: Part
@@ -109,7 +115,7 @@ class PartOfStream:
         return itertools.islice(iter(self._dataset), self._part.index, None, self._part.num_parts)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling must use this class
+        if name.startswith("__"):  # `copy` and `pickle` must find the special methods of this class only
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -121,7 +127,7 @@ class PartOfStream:
 
 
 class PartOfSizedStream(PartOfStream):
-    """Part of an `IterableDataset` with a length."""
+    """This process's rows of an `IterableDataset` that has a length."""
 
     def __len__(self) -> int:
         return self._part.size(len(self._dataset))

@@ -1,4 +1,4 @@
-"""Batches that every process receives whole. Each process uses contiguous rows, in the order of the processes."""
+"""Batches that every process loads whole. Process 0 uses the first rows, process 1 the next rows, and so on."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from keras import tree
 from keras_shardopt.data.arrays import rows_of
 
 _CHECKED_ELEMENTS = 2**16
-"""Maximum number of elements per array in a checksum."""
+"""Maximum number of elements that `checksum` reads from each array."""
 
 _FINGERPRINT_ELEMENTS = 2**7
-"""The same for every batch of an epoch: few, to cost no measurable time."""
+"""The same for `fingerprint`: few elements, because it runs for every batch and must cost no measurable time."""
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the number of rows of each part. The first parts have one row more if parts do not divide the rows."""
+    """Returns the number of rows of each part. If rows do not divide evenly, the first parts have one row more."""
     rows, rest = divmod(num_rows, num_parts)
     return [rows + 1] * rest + [rows] * (num_parts - rest)
 
 
 def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
-    """Returns the rows of one part. A part without rows gets the first row, because the model needs an input."""
+    """Returns part `index` of a batch. `rows` has the number of rows of each part.
+
+    A part without rows gets the first row of the batch, because the model needs an input. It must not be counted.
+    """
     total, start = sum(rows), sum(rows[:index])
     stop = start + rows[index]
     mine = slice(start, stop) if stop > start else slice(0, 1)
 
     def part(nest: Any) -> Any:
-        # `tree.map_structure` takes longer than the slices.
+        # This loop over tuples and dicts replaces `tree.map_structure`, which takes longer than the slices.
         kind = type(nest)
         if kind is tuple or kind is list:
             return kind([part(each) for each in nest])
@@ -53,12 +56,12 @@ def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
 
 
 def fingerprint(batch: Any) -> int:
-    """Returns a checksum of a few elements of each array."""
+    """Returns a checksum of a few elements of each array of a batch, fast enough to compare every batch."""
     return checksum(batch, _FINGERPRINT_ELEMENTS)
 
 
 def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
-    """Returns a checksum of a batch. Large arrays contribute elements at equal distances."""
+    """Returns a checksum of a batch. From a large array, it reads at most `num_elements` evenly spaced elements."""
     found = 0
     for leaf in tree.flatten(batch):
         if hasattr(leaf, "to_numpy"):  # pandas tables have no `dtype`
@@ -68,7 +71,7 @@ def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
         if not hasattr(leaf, "dtype"):
             continue
         flat = leaf.reshape(-1) if hasattr(leaf, "reshape") else keras.ops.reshape(leaf, (-1,))
-        step = -(-flat.shape[0] // num_elements) | 1  # odd, to cross columns
+        step = -(-flat.shape[0] // num_elements) | 1  # odd: an even step could always read the same columns
         values = np.ascontiguousarray(_to_numpy(flat[::step]))
         content = repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
         found = zlib.crc32(content, zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found))
@@ -77,13 +80,13 @@ def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
 
 def _to_numpy(array: Any) -> Any:
     try:
-        return np.asarray(array)  # ten times as fast as Keras's conversion
-    except (TypeError, RuntimeError):  # on another device, or a dtype that NumPy lacks
+        return np.asarray(array)  # ten times as fast as `convert_to_numpy`
+    except (TypeError, RuntimeError):  # the array is on another device, or has a dtype that NumPy lacks
         return keras.ops.convert_to_numpy(array)
 
 
 def first_rows(data: Any) -> Any:
-    """Returns the first rows of arrays, or None for other data. Unlike batches, they do not depend on random draws."""
+    """Returns the first 64 rows of arrays, or None for other data. Unlike batches, they do not depend on shuffling."""
     if not all(leaf is None or len(getattr(leaf, "shape", ())) for leaf in tree.flatten(data)):
         return None
     return rows_of(data, slice(64))
