@@ -1,7 +1,8 @@
 """The processing of the gradients of one update.
 
-`CrossShard` sends a `Step` through a `Pipeline`: `collect` of all stages, `local` of all stages and a reduction on each
-replica, `commit` of all stages, the inner optimizer. Known algorithms in these terms:
+`CrossShard` sends a `Step`, the gradients of one update, through a `Pipeline` of stages (`Stage`: one feature). It runs
+`collect` of all stages, then `local` of all stages and the reduction over replicas, `commit` of all stages, and the
+inner optimizer. Known algorithms in these terms:
 
 - DDP: no stage, `AllReduce`; with `Overlapped`, during the backward pass.
 - ZeRO stage 1: `ReduceScatter` and an update of slices; stage 2: also `Overlapped`, freeing gradients once sent.
@@ -12,9 +13,9 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 
 Variables other than weights and optimizer state are of these kinds:
 
-- `Stage._replica_state`: has a different value on each replica, such as the sums of an accumulation window.
-- `Transport.carried`: passes values from one reduction to the next on the same replica, such as coding errors. Inside a
-  step, `Step.own` holds this replica's values.
+- `Stage._replica_state`: has a different value on each replica, such as the sums of accumulated gradients.
+- `Transport.carried`: passes values from one reduction to the next on the same replica, such as errors of a lossy code.
+  Inside a step, `Step.own` holds this replica's values.
 - `ExtensionStage.replica_state`: optimizer state that each replica updates separately, as in local SGD.
 - `ExtensionStage.saved_variables`: is in optimizer files. Files omit the variables of other stages.
 
@@ -57,7 +58,7 @@ def _rows(options: CrossShardOptions) -> list[Any]:
 def watch(
     optimizer: CrossShardProtocol, stage: Stage, needed_for: str, add_variable: Callable[..., Any]
 ) -> tuple[Any, Callable[[], None]]:
-    """Insert a temporary stage into a built `CrossShard`, or return its stage of this class.
+    """Insert a temporary stage into a built `CrossShard`, unless it already has a stage of this class.
 
     Args:
         optimizer: the `CrossShard`.
@@ -66,7 +67,7 @@ def watch(
         add_variable: as in `Stage.build`.
 
     Returns:
-        The stage, and a function that removes it. Recompile compiled steps after inserting and after removing it.
+        The stage in use, and a function that removes the inserted one. Recompile compiled steps after each change.
 
     Raises:
         ValueError: if the optimizer's options do not support the stage.
@@ -75,7 +76,7 @@ def watch(
     if own:
         return own[0], lambda: None
     pipeline = optimizer.pipeline
-    if pipeline.end_watch is not None:  # left by a training that ended with an error
+    if pipeline.end_watch is not None:  # a training that failed has not removed its stage
         pipeline.end_watch()
     stage.check(optimizer)
     inserted = UserStage(stage, StageContext(optimizer))

@@ -1,6 +1,6 @@
 """Gradient accumulation: each replica sums the gradients of several micro-batches until the update.
 
-Hides the state between micro-batches. The reducer decides on communication.
+This module keeps the sums between micro-batches. The reducer decides when replicas communicate.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
-"""The initial maximum of next values (`overwrite_with_gradient`) in a window."""
+"""Means: no value in this window. With `overwrite_with_gradient`, a window keeps the largest value, not a sum."""
 
 
 class Accumulation(Stage):
-    """Proceeds only after the last micro-batch of each *accumulation window*, with the mean gradients of the window.
+    """Continues an update only after the last micro-batch of an *accumulation window*, with its mean gradients.
+
+    An accumulation window is the sequence of micro-batches of one update.
 
     Args:
         num_steps: int >= 2. Number of micro-batches per window.
-        counts_rows: bool. Whether to accumulate the replica's share of the rows as well.
-        context: the optimizer.
+        counts_rows: bool. Whether to accumulate `Step.row_share`, this replica's share of the rows, too.
+        context: the interface of the optimizer.
     """
 
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # The state of the latest gradients if they arrived reduced, because DDP cannot be detected again later.
+        # How the latest gradients arrived, if they were reduced: DDP cannot be detected again at the end of the window.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
@@ -53,19 +55,19 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Positions of the variables that `apply` received in this window, and of those with a gradient. For traced
-        # steps these sets only grow, because a trace runs any number of times.
+        # Positions of the variables that `apply` received in this window, and of those with a gradient. In traced
+        # steps these sets only grow, because Python runs once per trace and not once per micro-batch.
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
-        # Set by `decide`: whether the next micro-batch is the last of its window. None to count.
+        # Set by `decide`: whether the next micro-batch is the last of its window. None: the counter decides.
         self._ends: bool | None = None
-        # The last value assigned to the counter, and its version then.
+        # The last value that this object assigned to the counter, and the counter's version after that.
         self._count = 0
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # the counter of a copy has other versions
+        return {**vars(self), "_version": None}  # a copied counter has other versions
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
@@ -118,7 +120,7 @@ class Accumulation(Stage):
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
         if self.ends_next and self._context.has_finished:
-            # The backward pass has reduced the means of the window over all replicas.
+            # The backward pass of the window's last micro-batch has already reduced the window's mean gradients.
             self.starts, self.is_complete = self._count_up()
             self._ends = None
             proceed(step.replace(weight=1.0, row_share=1.0))
@@ -138,20 +140,20 @@ class Accumulation(Stage):
             whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
             proceed(whole.replace(replica_axis=stacked))
 
-        # `written` excludes the sums: JAX would copy them in each micro-batch.
+        # `written` omits the sums: JAX copies a branch's variables, so it would copy the sums in each micro-batch.
         runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
-        """Return the step weighted by this replica's rows: zeros without rows, unchanged if it arrives reduced."""
+        """Multiply the gradients by `Step.weight`, or by 0 without rows; if they arrive reduced, do nothing."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
-            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # gradients of all rows
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # of the rows of all replicas
                 self._arrived_state = state
                 return step
         return zero_without_rows(step)
 
     def stack(self) -> None:
-        """Expect gradients stacked along a first dimension, one entry per replica, from now on."""
+        """From now on, expect gradients stacked along a first dimension, one entry per replica."""
         self._stacks_when_built = True
         if self.is_built and self.stacked_along is None:
             self.reset()
@@ -217,7 +219,7 @@ class Accumulation(Stage):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next micro-batch is the last of its window; False if Python does not run in each step."""
+        """Whether the next micro-batch is the last of its window; False if Python does not run in each step (compiled)."""
         if self._ends is not None:
             return self._ends
         version = runtime.version(self.counter)
@@ -248,7 +250,7 @@ class Accumulation(Stage):
         return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
-        """Set whether the next micro-batch completes the window, regardless of the count."""
+        """Set whether the next micro-batch completes the window, whatever its number."""
         self._ends = ends
 
     def _is_trained(self, i: int) -> bool:
@@ -275,7 +277,7 @@ class Accumulation(Stage):
         """Return the means over a complete window, from the sums that `add` returned.
 
         Returns:
-            One mean per position in the window, None without a gradient; the positions; and the mean share.
+            The mean of each variable in the window, None without a gradient; their positions; and the mean share.
         """
         # Drop variables of layers frozen during the window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
@@ -286,12 +288,12 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # No next value in this window (traced steps): keep the variable's value.
+            # A traced step may find no value in this window. Then the variable keeps its own.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def reset(self) -> None:
-        """Discard the window so far: the first micro-batch of the next one overwrites the sums."""
+        """Discard the unfinished window. The first micro-batch of the next window overwrites the sums."""
         if self.is_built:
             self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 

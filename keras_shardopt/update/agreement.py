@@ -48,7 +48,7 @@ def described(optimizer: Optimizer, variables: Sequence[Variable]) -> Descriptio
     paths = dict(zip(map(_path, variables), names))
     # The learning rate is a variable; reading it must stay outside a traced step.
     with runtime.init_scope(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about functions in configs: these configs are never loaded
+        warnings.simplefilter("ignore")  # Keras warns of functions in configs, but these configs are never loaded
         _describe(optimizer, found, paths)
         for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
             value = getattr(keras.config, setting)()
@@ -68,15 +68,15 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
 
     Args:
         mine: the description that `described` returned.
-        optimizer: the optimizer of that call.
-        variables: the variables of that call.
+        optimizer: the optimizer passed to `described`.
+        variables: the variables passed to `described`.
 
     Raises:
         ValueError: on every process, if descriptions differ. It names the difference.
     """
     if _is_same_on_all(mine):
         return
-    # Some processes may hold an unreachable model that is not collected yet. All collect garbage, only at this point.
+    # A deleted model that only some processes still hold also makes the texts differ. So collect garbage, and repeat.
     gc.collect()
     mine = {entry: value for entry, value in mine.items() if not _is_of_model(entry)}
     _describe_model(optimizer, variables, mine)
@@ -142,7 +142,7 @@ def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -
     where = f"optimizer {number} ({kind.__name__})"
     try:
         config = optimizer.get_config()
-    except Exception as error:  # user code may fail here, and this check must not
+    except Exception as error:  # the user's `get_config` may fail, but this check must not
         config = {"config": type(error).__name__}
     for argument, value in config.items():
         if argument not in ("name", "inner_optimizer", "optimizers"):
@@ -159,7 +159,7 @@ def _describe_model(optimizer: Optimizer, variables: Sequence[Variable], found: 
         found[_LOSS[0]] = _short(_loss_as_text(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
         found[_LOSS[1]] = _short(_as_text(weights, {}))
-    # Nested models add nothing to the description of their layers.
+    # Skip nested models, because the list also contains their layers.
     layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
     for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
         kind = type(layer)
@@ -176,7 +176,7 @@ def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[A
 
 
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
-    """Return the smallest of these models with this optimizer, possibly within another optimizer; or None."""
+    """Return the smallest of these models that uses this optimizer, directly or inside another one; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
@@ -194,12 +194,12 @@ def _loss_as_text(loss: Any) -> str:
 
 
 def _config_of(layer_or_loss: Any) -> dict[str, Any]:
-    """Return the arguments of a layer or loss, without those that may differ."""
+    """Return the arguments of a layer or loss, without those that may differ between processes."""
     if isinstance(layer_or_loss, keras.layers.TorchModuleWrapper):
         return {"module": repr(layer_or_loss.module)}  # its config would contain all weights and their devices
     try:
         config = layer_or_loss.get_config()
-    except Exception as error:  # user code may fail here, and this check must not
+    except Exception as error:  # the user's `get_config` may fail, but this check must not
         return {"get_config": type(error).__name__}
     return _comparable(config) if isinstance(config, dict) else {}
 
@@ -207,7 +207,7 @@ def _config_of(layer_or_loss: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         if "DTypePolicy" in str(value.get("class_name")):
-            return value  # the name of a policy matters
+            return value  # keep the name: it is the policy
         return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]

@@ -1,4 +1,4 @@
-"""The description of `CrossShard` for the modules that it imports: its type, and the interface for stages."""
+"""The type of a `CrossShard` and its interface for stages, for modules that cannot import it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StageContext:
         return variables
 
     def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the positions of these variables. Before `build`, assume that these are all variables."""
+        """Return the positions of these variables in `trainable`. Before `build`, assume that these are all of them."""
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
@@ -109,12 +109,12 @@ class StageContext:
 
     @property
     def lays_out_state(self) -> bool:
-        """Whether `shard_state` divides the state by a layout of arrays (JAX)."""
+        """Whether `shard_state` divides the state by laying arrays out over devices (JAX)."""
         return bool(self._optimizer._lays_out_state)
 
     @property
     def started(self) -> Communicator | None:
-        """PyTorch: the ranks that have started with equal weights; None before."""
+        """PyTorch: the ranks, once they have equal weights; None before the first update."""
         comm: Communicator | None = self._optimizer.peers.started
         return comm
 
@@ -144,5 +144,5 @@ class StageContext:
         return bool(self._optimizer.pipeline.reducer.has_finished)
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that use them."""
+        """Pass the gradients of a micro-batch to the stages that need each one."""
         self._optimizer.pipeline.micro_batch(step, starts)

@@ -26,10 +26,10 @@ class Moved(NamedTuple):
     """Global gradients, or this replica's slices of them."""
 
     nonfinite_flags: Tensor | None
-    """The sums or means of `Reduction.nonfinite_flags`, of which only the sign matters; None without flags."""
+    """The sums or means of `Reduction.nonfinite_flags`: a flag is set if it is greater than 0. None without flags."""
 
     in_slices: bool = False
-    """Whether each replica has different slices."""
+    """Whether `grads` are slices, different on each replica."""
 
 
 def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Moved:
@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Add the largest next values to the results. This comes last, after the check for equal variables."""
+    """Add the largest next values (`overwrite_with_gradient`). Call it last, after the check for equal variables."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -106,7 +106,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "All groups must train. Received: an error in another group. See its message.")
 
 
-# Backends on which one group can fail while another is at a different collective.
+# Backends on which one group can fail while another waits in a different collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 
@@ -117,5 +117,5 @@ def _ranks_of(replicas: Communicator) -> Any:
 
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
-    """Return a gradient with its variable's shape. A trace of TensorFlow may have lost it."""
+    """Return a gradient with its variable's shape, because a TensorFlow trace may not know the gradient's."""
     return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)

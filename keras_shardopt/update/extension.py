@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Configured:
-    """An object whose attributes are the arguments of its constructor. Its config and `repr` follow from them."""
+    """An object whose attributes are its constructor's arguments. This class derives config and `repr` from them."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, serialized."""
@@ -51,10 +51,10 @@ class Settings(Configured):
     """Base class of immutable objects that hold arguments of `CrossShard`."""
 
     old_arguments: ClassVar[Mapping[str, Any]] = {}
-    """The former arguments of `CrossShard` and their defaults. They still work for one release."""
+    """The former arguments of `CrossShard` that this class replaces, with defaults. They work for one more release."""
 
     spelling: ClassVar[str]
-    """The new spelling in a `DeprecationWarning`, with `{}` for the object."""
+    """The argument that a `DeprecationWarning` recommends, with `{}` in place of the object."""
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
@@ -77,18 +77,18 @@ class Extension(Settings):
     """Base class of the features that users pass to `CrossShard(extensions=[...])`."""
 
     place: ClassVar[Place]
-    """The place of its stage among the stages of the core."""
+    """Where the extension's stages run among the stages of the core."""
 
     needs_local_gradients: ClassVar[bool] = False
-    """Whether it needs each replica's unreduced gradients."""
+    """Whether the extension needs each replica's unreduced gradients."""
 
     spelling = "extensions=[{}]"
 
     def check(self, options: Any) -> None:
-        """Raise ValueError if these `CrossShardOptions` contradict it."""
+        """Raise ValueError if these `CrossShardOptions` contradict the extension."""
 
     def from_options(self, options: Any, context: StageContext) -> list[Stage]:
-        """Return its stages for a `CrossShard` under construction."""
+        """Return the extension's stages for a `CrossShard` under construction."""
         raise NotImplementedError
 
 
@@ -103,19 +103,19 @@ class ExtensionStage(Stage):
     """Base class of the stages of extensions. All hooks do nothing by default."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether files (`lasting`) and backups (`save_state`) contain its state."""
+    """Whether files (`saved_variables`) and backups (`save_state`) contain state of the stage."""
 
     keeps_bits: ClassVar[bool] = False
     """Whether results must be bitwise independent of the number of replicas."""
 
     reducer: Any = None
-    """Replaces the reducer of `reducer_of`, or None."""
+    """The reducer to use instead of the one from `reducer_of`, or None."""
 
     optimizers: Sequence[Any] = ()
-    """Its optimizers, in addition to the inner one."""
+    """The stage's optimizers besides the inner one, such as one that updates averaged weights."""
 
     saved_variables: Sequence[Variable] = ()
-    """Its variables that optimizer files contain."""
+    """The stage's variables that optimizer files contain."""
 
     replica_state: Sequence[Variable] = ()
     """Optimizer state that each replica updates separately. `_replica_state` includes it once values may differ."""
@@ -124,16 +124,20 @@ class ExtensionStage(Stage):
     """Whether replicas currently have different weights."""
 
     restores_skipped_updates: bool = False
-    """Whether it restores moving statistics after skipped updates, in place of `Rollback.settled`."""
+    """Whether the stage, instead of `Rollback.settled`, restores moving statistics after skipped updates."""
 
     def check_outside(self, outer: Any) -> None:
-        """Raise ValueError if a loss-scaling optimizer `outer` must not wrap this one."""
+        """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""
 
     def before_reading(self) -> None:
         """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives for a traffic report, and the number of updates per execution of them."""
+        """Return the collectives for a traffic report, and the number of updates that they serve together.
+
+        Args:
+            collectives: the collectives of every update.
+        """
         return list(collectives), 1
 
     def save_state(self) -> list[np.ndarray]:

@@ -31,13 +31,14 @@ class FusedUpdate(Stage):
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Find the optimizers with an update rule, once."""
-        # A kernel rounds the last elements of an array differently, and slices end at other elements.
+        # Kernels round the last elements of an array differently, and each number of replicas has other slices. So if
+        # results must not depend on that number, kernels must reproduce Keras' arithmetic.
         optimizer = self._context.optimizer
         varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extension_stages)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Inside another wrapper, the kernel also applies that wrapper's factor of the gradients.
+            # Inside another wrapper, always use the kernel: it also multiplies gradients by that wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 
@@ -45,8 +46,8 @@ class FusedUpdate(Stage):
         self.run(step.grads, proceed, step)
 
     def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:
-        """Call `update(*args)` so that its update with these gradients takes one pass."""
-        # In traced steps, optimizers that reproduce Keras' arithmetic run Keras' code.
+        """Call `update(*args)`, with kernels in place of the optimizers' update rules if possible."""
+        # In traced steps, optimizers whose results must equal Keras' bitwise run Keras' code.
         is_concrete = not self._innermost or runtime.is_concrete(grads)
         chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]
         if _kernels is not None and any(_kernels.is_elementwise(leaf) for leaf, _ in chosen):

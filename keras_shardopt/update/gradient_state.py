@@ -48,7 +48,7 @@ class GradientStateFinder:
         self.accumulates = accumulates
         self._optimizer = optimizer
         self.declared_state: GradientState | None = GRADIENT_STATES[options.gradients]
-        """The state set by `gradients` or `tell`; None to detect it."""
+        """The state set by the argument `gradients` or by `declare`; None to detect it."""
         self._last: GradientState | None = None
         self._warned: set[str] = set()
 
@@ -71,7 +71,7 @@ class GradientStateFinder:
         """Return the step with its `gradient_state`.
 
         Raises:
-            ValueError: if an option needs each replica's gradients, and these are reduced already.
+            ValueError: if an option needs each replica's gradients, but these arrive reduced.
         """
         check_groups(self._options.group_assignment, comm)
         state = step.gradient_state or self.find(step, comm)
@@ -90,7 +90,7 @@ class GradientStateFinder:
         return step.replace(gradient_state=state)
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
-        """Return the state of these gradients: set, or detected by the backend."""
+        """Return the state of these gradients, as declared or as detected by the backend."""
         if self.declared_state is not None:
             for doubt in _evidence_of(comm, self.declared_state).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
@@ -98,7 +98,7 @@ class GradientStateFinder:
         state = comm.gradient_state(step.grads, step.variables)
         is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
-            # A loss traced earlier is not detected again. Assume that it still divides.
+            # The loss of an already traced step is not detected again, so assume that it is still divided.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self._last = state
         for doubt in doubts:
@@ -123,7 +123,7 @@ class GradientStateFinder:
 
 
 def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
-    """Raise ValueError if a `CrossShard` inside another one needs local gradients: it receives global ones."""
+    """Raise ValueError if a `CrossShard` inside another one needs local gradients, because it receives global ones."""
     finder = getattr(optimizer, "state_finder", None)
     if isinstance(finder, GradientStateFinder):
         if finder.accumulates:

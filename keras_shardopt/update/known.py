@@ -12,14 +12,14 @@ from keras_shardopt.numerics import Variable
 
 
 class Known:
-    """The cached value of one variable, for untraced steps. It is read again after an assignment elsewhere."""
+    """The cached value of one variable, for untraced steps. It is read again if other code has assigned it."""
 
     def __init__(self) -> None:
         self._value = np.zeros(())
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # the variable of a copy has other versions
+        return {**vars(self), "_version": None}  # a copied variable has other versions
 
     def of(self, variable: Variable) -> np.ndarray:
         """Return the value, read from the variable only if its version has changed."""

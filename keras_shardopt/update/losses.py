@@ -62,7 +62,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Tensor:
-    """Replace Keras' function of that name."""
+    """Replace `reduce_weighted_values` of Keras: divide by the totals of all replicas."""
     part = current_share()
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
@@ -77,10 +77,11 @@ def _reduce_weighted_values(
                 f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Return one value per row, or "
                 "use a batch size that is a multiple of the number of replicas."
             )
-        # A scalar has no values per row, so assume the mean over the rows of this part.
+        # The loss has no values per row, so assume that it is the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        # A custom loss may select values, so their count may equal the number of rows on some replicas only.
+        # A custom loss may drop values. It may then have one per row by chance, on some replicas only, so they all
+        # exchange their counts.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, is_sum) if part.losses_are_divided and _dividing is not None else loss
@@ -100,7 +101,7 @@ def _loss_of_whole_batch(
     part: BatchShare,
     is_by_row: bool,
 ) -> Tensor:
-    r"""Return the sum over this part divided by the count of all parts. The parts sum to the loss of the whole batch.
+    r"""Return the sum over this part, divided by the count of all parts, for the loss of the whole batch.
 
     Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this part, $\Sigma$
     over all parts. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
@@ -114,7 +115,7 @@ def _loss_of_whole_batch(
     """
     dtype = dtype_of(values)
     weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
-    wide = "float64" if dtype == "float64" else "float32"  # a float16 cannot count beyond 65504
+    wide = "float64" if dtype == "float64" else "float32"  # float16 cannot hold counts above 65504
     counts = []
     if mask is not None:
         mask = ops.convert_to_tensor(mask, dtype=dtype)
@@ -161,7 +162,7 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether the number of rows of `values` is known."""
+    """Whether `values` has one entry per row of this part, which is assumed if the number of rows is a tensor."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
@@ -174,9 +175,9 @@ def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
 
 
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
-    """Weight a mean over the rows of this part by its `row_share`, for the mean over all rows."""
+    """Multiply a mean over this part's rows by `row_share`: the mean over replicas is then the mean over all rows."""
     share = ops.cast(part.row_share, dtype_of(loss))
-    # The mean over no rows may be NaN, and must not reach the loss of the other parts.
+    # Without rows the mean may be NaN, which would spread to the sum over replicas, so return 0.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
@@ -193,7 +194,7 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     part = current_share()
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
-            value = _dividing.divided(value)  # Keras has multiplied it by N, to undo its division of losses
+            value = _dividing.divided(value)  # Keras has multiplied the value by N, to undo its division of losses
         # On TensorFlow, Keras passes None for the losses of several outputs (since Keras 3.16 only if a trace has an
         # unknown number of rows). Each batch then has weight 1 regardless of its rows.
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
@@ -207,9 +208,9 @@ _own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = conte
 
 @contextlib.contextmanager
 def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
-    """Use these as a model's additional losses during the block, instead of those in its layers.
+    """Use `losses` instead of the model's own `add_loss` values during the block.
 
-    The losses repeat in a cycle, because a custom `compute_loss` may call Keras' method twice.
+    They repeat in a cycle, because a custom `compute_loss` may call Keras' method twice.
     """
     token = _own_losses.set((len(losses), itertools.cycle(losses)))
     try:
@@ -219,7 +220,7 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """Return `aggregate(loss)` for one of `model.losses`. It is exact for weight penalties and means over rows."""
+    """Return `aggregate(loss)` for one of `model.losses`, weighted by rows. Exact for penalties and means over rows."""
     part = current_share()
     if part is None:
         return aggregate(loss)
@@ -241,7 +242,7 @@ def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Ten
 
 
 def _has_padding(part: BatchShare) -> bool:
-    """Whether layers may process padding rows."""
+    """Whether this part can contain padding rows next to rows of the batch, so layers process both."""
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 

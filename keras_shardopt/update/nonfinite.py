@@ -32,8 +32,8 @@ class SkipNonFinite(Stage):
     """Skips updates with a NaN or infinite gradient on any replica, and records the replica and the variable.
 
     Args:
-        context: the optimizer under construction. Creating the counters now makes them readable before `build`.
-        skips_inside: whether a loss scaling inside skips and counts such updates instead.
+        context: the interface of the optimizer. Its counters are created now, to be readable before `build`.
+        skips_inside: whether a loss-scaling optimizer inside skips and counts such updates instead.
         checks_early: whether to check each replica's gradients before the reduction, even if they arrive reduced.
     """
 
@@ -77,7 +77,7 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        # By index in the step, the position in the optimizer. `UNKNOWN`, -1, becomes the last entry.
+        # Map a variable's index in the step to its position in the optimizer. `UNKNOWN` (-1) takes the last entry.
         positions = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
         source = ops.stack([found_inf[1], ops.take(positions, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
@@ -96,7 +96,7 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more updates were skipped than `before`, once `after` are assigned."""
+        """Raise FloatingPointError if more than `before` updates were skipped, after the assignment of `after`."""
         # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
@@ -160,7 +160,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
     """Return `found_inf` from reduced flags and the first nonfinite index in the sums (from 1; or 0).
 
-    A sum may overflow even if all terms are finite.
+    The sums are checked too, because a sum can overflow even if all its terms are finite.
     """
     source = nonfinite_source(flags, num_variables, num_replicas)
     is_known = source[1] >= 0
@@ -188,12 +188,12 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tup
 
 
 def fail_among_all(replicas: Communicator) -> None:
-    """Take part in `largest_of_all` on a replica that is about to raise an error."""
+    """Take part in `largest_of_all` on a replica that is about to raise an error, so the others raise too."""
     replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
 
 
 _FAILS = 2.0
-"""Greater than any bool."""
+"""Sent in place of `has_nan` (0 or 1) by a replica that is about to raise an error."""
 
 
 def move_and_check(
@@ -204,7 +204,7 @@ def move_and_check(
     With `group_assignment`, all groups run one more collective of a few elements, because they must skip together.
 
     Args:
-        reduction: the input of this replica. Its `found` may come from before clipping.
+        reduction: this replica's input. Its `found` may come from a check before clipping.
         move: executes the reduction.
         members: the replicas of this replica's group.
 
@@ -242,7 +242,7 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `found_inf` without flags, from the first indices in the sums and in this replica's gradients."""
+    """Return `found_inf` without flags, from the first nonfinite index in the sums and in this replica's gradients."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])

@@ -46,9 +46,9 @@ class PartOfBatch(Communicator):
 
     def _raise_not_counted(self) -> NoReturn:
         raise NotCountedError(
-            "If the batch size is not a multiple of the number of replicas, each replica's loss is computed "
-            "separately. Received: a custom loss or layer that communicates with other replicas. Use a batch size that "
-            "is a multiple, or Keras' losses."
+            "If the batch size is not a multiple of the number of replicas, a custom loss or layer cannot communicate "
+            "with other replicas. Received: one that does. Use a batch size that is a multiple, or remove the "
+            "communication (for example, use a loss of Keras)."
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
@@ -66,7 +66,7 @@ class PartOfBatch(Communicator):
 
 
 class NotCountedError(ValueError):
-    """The error for a reduction over all parts without `counted` sums."""
+    """The error for a reduction over all parts whose sum is not in `counted`."""
 
 
 class CountingPart(PartOfBatch):

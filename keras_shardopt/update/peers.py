@@ -21,17 +21,19 @@ from keras_shardopt.wrapping.chain import base_optimizers
 class Peers:
     """Checks and synchronizes the replicas of a `CrossShard`, once before the first update.
 
-    `members` maps the communicator of all replicas to that of this replica's group.
+    Args:
+        optimizer: the `CrossShard`.
+        members: maps the communicator of all replicas to that of this replica's group.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:
         self._optimizer = optimizer
         self._members = members
         self.started: Communicator | None = None
-        """PyTorch: the ranks that have started with equal weights; None before."""
+        """PyTorch: the ranks, once they have equal weights; None before the first update."""
         self.is_loaded = False
         """Whether the optimizer comes from a file and has not been used yet."""
-        # The description of `agreement.py` at `build`, and whether it was equal on all processes.
+        # The text that describes this training (`agreement.py`), and whether it was equal on all processes.
         self._described: Any = None
         self._agree = False
         self._leaves: list[Any] = []
@@ -42,7 +44,7 @@ class Peers:
         outers = [outer for extension in self._optimizer.extension_stages for outer in extension.optimizers]
         placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
         if processes.process()[0] > 1:
-            # Describe it now: callbacks change the learning rate later, and a traced step cannot read it.
+            # Describe the optimizer now: callbacks change its learning rate later, and a traced step cannot read that.
             self._described = described(self._optimizer, variables)
             if processes.creates_variables_collectively():
                 self._compare(variables)

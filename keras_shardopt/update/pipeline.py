@@ -27,7 +27,7 @@ _resumed_lock = threading.Lock()
 
 
 class Reducer(Protocol):
-    """Makes gradients global: after the backward pass by all-reduce or reduce-scatter, or during it."""
+    """Makes gradients global by all-reduce or reduce-scatter, after the backward pass or during it (in buckets)."""
 
     transport: Transport
     """The transport of gradients between replicas."""
@@ -40,7 +40,7 @@ class Reducer(Protocol):
         """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step reduced in buckets, skipping `Stage.local`; None if the reducer does not send early."""
+        """Return the step reduced in buckets, without `Stage.local`; None if gradients are not sent early."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the step with global gradients: whole, or this replica's slices."""
@@ -105,13 +105,13 @@ class Pipeline:
         """Whether no stage reads or changes the gradients."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that use them."""
+        """Pass the gradients of a micro-batch to the stages that need each one."""
         for stage in self.stages:
             if stage._uses_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
 
     def reset(self) -> None:
-        """Reset all stages and the transport: state was loaded."""
+        """Reset all stages and the transport, because state was loaded."""
         for stage in self.stages:
             stage.reset()
         self.transport.reset()
@@ -155,7 +155,7 @@ class Pipeline:
 
     @property
     def carried(self) -> list[Variable]:
-        """See `Transport.carried`, as a list."""
+        """The variables of `Transport.carried`, as a list."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
@@ -180,7 +180,7 @@ class Pipeline:
 
     @property
     def resumed(self) -> Step:
-        """The step of `resuming`, or an empty one."""
+        """The step passed to `resuming`; outside it, an empty step."""
         # The count avoids reading the context variable: each read splits the graph of torch.compile.
         return _resumed.get() if self._num_resumed else _NO_STEP
 

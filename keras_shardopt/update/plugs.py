@@ -1,4 +1,4 @@
-"""The registry that extensions enter when imported: transports by argument, training steps by package."""
+"""The registry that each extension enters when imported, with its implementation of an argument or training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.backends import for_backend
 
 @dataclasses.dataclass(frozen=True)
 class Plug:
-    """The implementation of an argument by an extension."""
+    """An extension's implementation of an argument of `CrossShard`."""
 
     made: Callable[[Any], Any]
     """Converts the user's value to a serializable object, or raises ValueError."""

@@ -1,4 +1,4 @@
-"""The reducers: all-reduce, reduce-scatter, and both overlapped with the backward pass.
+"""The reducers: all-reduce, reduce-scatter, and a version of each that overlaps with the backward pass.
 
 A reducer decides when gradients are sent, and which replica receives the sums. Its transport decides how gradients are
 encoded.
@@ -91,7 +91,7 @@ class AllReduce:
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimensions along which a layout divides the state; None to keep a gradient whole."""
+        """Return the dimension along which a layout divides each variable's state; None to keep the gradient whole."""
         if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
@@ -105,7 +105,7 @@ class AllReduce:
     def finish(self, comm: Communicator) -> None:
         """Send zeros, with a flag that this replica has ended training."""
         members, variables = self.members(comm), self._context.trainable
-        # Next values (`overwrite_with_gradient`) use another collective, which this replica does not run.
+        # Next values (`overwrite_with_gradient`) need another collective, and this function cannot run it.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
@@ -156,7 +156,7 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """See `AllReduce.dividing_axes`. Padded gradients have dimension 0."""
+        """See `AllReduce.dividing_axes`. Padded gradients are divided along dimension 0."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 
@@ -177,7 +177,7 @@ class ReduceScatter(AllReduce):
 
 
 class Overlapped:
-    """Sends gradients during the backward pass on PyTorch. Otherwise it delegates to the reducer `at_the_end`."""
+    """Sends gradients during the backward pass on PyTorch. If it cannot, `at_the_end` sends them afterwards."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Overlapped:
         self.reduce, self.own_part, self.members = at_the_end.reduce, at_the_end.own_part, at_the_end.members
         self.dividing_axes = at_the_end.dividing_axes
         self.buckets: Any = None
-        """The buckets of gradients; None if gradients are not sent early."""
+        """The buckets: groups of gradients that are sent together. None if gradients are not sent early."""
         self._among: Communicator | None = None
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
@@ -229,7 +229,7 @@ class Overlapped:
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
-        """See `AllReduce.finish`. Other ranks may wait for buckets, so it sends those if they exist."""
+        """See `AllReduce.finish`. Other ranks wait for buckets if these exist, so this rank sends buckets too."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             self._at_the_end.finish(comm)

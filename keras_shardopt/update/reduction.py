@@ -72,7 +72,7 @@ class Reduction:
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
         if not members.is_spmd and len(positions) < len(trainable):
-            # All ranks send the same variables, even with frozen layers, so the reduction can detect a difference.
+            # All ranks send all variables, even frozen ones, so the reduction can detect that ranks train others.
             given = dict(zip(positions, grads))
             if found is not None:
                 found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)
@@ -109,7 +109,7 @@ class Reduction:
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
             if found_inf is not None:
-                # By position in the optimizer, the index in the step. `UNKNOWN`, -1, becomes the last entry.
+                # Map a position in the optimizer to the index in the step. `UNKNOWN` (-1) takes the last entry.
                 indices = [UNKNOWN] * (len(self.variables) + 1)
                 for index, position in enumerate(positions):
                     indices[position] = index
@@ -127,7 +127,7 @@ def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
     """Return the factor of the sum of prescaled gradients."""
-    # Each is divided by the number of all replicas, even if the sum is over one group.
+    # Each gradient is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 
 

@@ -42,7 +42,7 @@ class _ReplicaOption(Stage):
         return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        # A replica without rows has no mean loss, and the reduction discards its gradients, so use any unit.
+        # Without rows, use any nonzero unit: the replica has no mean loss, and the reduction discards its gradients.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None
@@ -124,7 +124,7 @@ def _in_units(value: Tensor, unit: Any) -> Tensor:
 
 
 def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
-    """Return the result of a transform as a list, or raise ValueError unless it fits `variables`."""
+    """Return the result of a transform as a list. Raise ValueError if it does not fit `variables`."""
     rule = "`replica_transform` must return a list with one gradient, or None, for each gradient that it receives."
     if not isinstance(returned, (list, tuple)):
         raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")

@@ -37,7 +37,7 @@ def _weighted(grad: Any, variable: Variable, weight: Any) -> Any:
     def times(value: Tensor) -> Tensor:
         # Do not multiply by zero: without rows, or before replicas have equal weights, gradients may be NaN.
         if isinstance(weight, (int, float)):
-            # Cast, because a half-precision scalar would become float32 on PyTorch, on some replicas only.
+            # Cast the weight: on PyTorch, a scalar half-precision gradient would become float32, on some replicas only.
             return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))
         product = ops.multiply(value, ops.cast(weight, dtype_of(value)))
         return ops.where(ops.equal(weight, 0), ops.zeros_like(value), product)

@@ -18,7 +18,7 @@ class AlongAxes(Transfer):
     """Reduces some gradients to slices along a dimension, and everything else whole.
 
     Args:
-        transfer: provides `left` and the communicator.
+        transfer: the plain transfer. Its `left` and its communicator are used.
         axes: by position of a variable, the dimension along which its gradient is divided.
     """
 

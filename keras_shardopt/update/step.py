@@ -70,7 +70,7 @@ class Step:
 
     def replace(self, **changes: Any) -> Step:
         """Return a copy with other values in some fields."""
-        return Step(**{**vars(self), **changes})  # half the time of `dataclasses.replace`, in each update
+        return Step(**{**vars(self), **changes})  # takes half the time of `dataclasses.replace`
 
     @property
     def is_local(self) -> bool:
@@ -79,7 +79,7 @@ class Step:
 
 
 Proceed = Callable[[Step], None]
-"""The rest of the update after a stage."""
+"""A function that runs the rest of the update after a stage."""
 
 
 class Stage:
@@ -104,16 +104,16 @@ class Stage:
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether it needs each replica's gradients; `CrossShard` then raises ValueError for reduced ones."""
+        """Whether the stage needs each replica's gradients. `CrossShard` then raises ValueError for reduced ones."""
         return self._overrides("local")
 
     @property
     def _replica_state(self) -> Sequence[Variable]:
-        """Its variables with a different value on each replica."""
+        """The stage's variables with a different value on each replica."""
         return ()
 
     def _overrides(self, *hooks: str) -> bool:
-        """Whether its class overrides one of these hooks."""
+        """Whether the stage's class overrides one of these hooks."""
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     @property
@@ -124,7 +124,7 @@ class Stage:
         """Raise ValueError if `optimizer`, a `CrossShard` under construction, does not support the stage."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create its variables when the optimizer is built.
+        """Create the stage's variables when the optimizer is built.
 
         Args:
             variables: the trainable variables.
@@ -135,7 +135,7 @@ class Stage:
         """Process a step before the reduction, in each `apply`; with accumulation, once per window.
 
         To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in a
-        prepared `fit` on JAX, they may be reduced already, or stacked.
+        prepared `fit` on JAX, they can be reduced already, or be those of all replicas in one tensor.
         """
         proceed(step)
 
@@ -174,7 +174,7 @@ class Stage:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Stage:
-        """Create a stage from `get_config`."""
+        """Create a stage from the result of `get_config`."""
         return cls(**config)
 
 

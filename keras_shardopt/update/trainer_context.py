@@ -31,7 +31,7 @@ class BatchShare:
     """Whether the gradients of the replicas will be summed (`LOCAL_PRESCALED`) rather than averaged."""
 
     ends_early: bool = False
-    """Whether padding rows may follow the first `local_batch_size` rows."""
+    """Whether padding rows can follow the first `local_batch_size` rows."""
 
     rows_here: Any = None
     """Number of rows here including padding: an int, a scalar tensor, or None if unknown."""

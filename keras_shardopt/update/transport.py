@@ -1,7 +1,7 @@
 """Send the gradients of one update between replicas, unchanged or in half precision.
 
 A `Transport` lives as long as its optimizer, a `Transfer` for one reduction. The reducer decides which replicas receive
-the sums. An extension subclasses both and keeps its state in `carried`.
+the sums. An extension subclasses both, and keeps in `carried` the values for its next reduction.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Step
 
 Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
-"""The slices of each replica: position of the variable, first element, this replica's gradient."""
+"""For each replica, its slices: the variable's position, the first element, and the gradient computed here."""
 
 
 class Transfer:
     """One reduction of gradients. Replicas exchange all other tensors through the communicator."""
 
     scatters: bool = True
-    """Whether `reduce_scatter` works."""
+    """Whether `reduce_scatter` is implemented."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -34,7 +34,7 @@ class Transfer:
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the sums or means of these gradients over replicas, and that of `along`.
+        """Return the sums or means over replicas of these gradients and of `along`.
 
         Args:
             places: the positions of their variables among the optimizer's trainable ones.
@@ -69,7 +69,7 @@ class Transfer:
         return own, None if along is None else own[length:]
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the step with the new carried values in `own`, or the old ones if the update will be skipped.
+        """Return the step with new values of `Transport.carried` in `own`; the old ones if the update will be skipped.
 
         Args:
             step: the reduced step.
@@ -98,7 +98,7 @@ class Transport:
     def carried(self) -> Mapping[str, Sequence[Variable]]:
         """The variables that pass values from one reduction to the next, by their name in backups.
 
-        They differ on each replica, such as the errors of a lossy code, which the next gradients correct.
+        Each replica has other values, for example the errors of a lossy code, which are added to the next gradients.
         """
         return {}
 
@@ -109,10 +109,10 @@ class Transport:
         """Create its variables, once."""
 
     def reset(self) -> None:
-        """Discard carried values: state was loaded."""
+        """Discard the values of `carried`, because state was loaded."""
 
     def stack(self) -> None:
-        """Stack the carried values of all replicas along a first dimension, if one program runs all replicas."""
+        """If one program runs all replicas, stack their values of `carried` along a first dimension."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
         """Begin one reduction among these replicas.
@@ -124,7 +124,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the carried values of `Step.own` to the variables. Runs outside `shard_map`."""
+        """Assign the values in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
@@ -147,7 +147,7 @@ class InHalf(Transport):
         self.narrow = dtype
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
-        """See `Transport.begin`. Divides undivided gradients first, because their sum may overflow."""
+        """See `Transport.begin`. Gradients are divided before they are summed, because their sum could overflow."""
         return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

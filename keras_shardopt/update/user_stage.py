@@ -48,8 +48,8 @@ class UserStage(Stage):
         return self._stage._uses_micro_batches
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Build the stage, and assign it to this optimizer."""
-        # Store ids instead of objects, so a copied stage differs from the id in its `_owner` and may be built again.
+        """Build the stage, and record this optimizer as its owner."""
+        # Store ids, not objects: a copied stage has another id than the one in its `_owner`, so it may be built again.
         owner = (id(self._stage), id(self))
         previous = vars(self._stage).get("_owner", owner)
         if previous[0] == owner[0] and previous != owner:
@@ -78,8 +78,9 @@ class UserStage(Stage):
         others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
         if others:
             raise ValueError(
-                f"`{self._name_of('build')}` must create variables with its `add_variable`, or compiled steps would "
-                f"lose assigned values. Received: {[v.path for v in others]}, created otherwise."
+                f"`{self._name_of('build')}` must create its variables with the argument `add_variable`, or compiled "
+                f"steps would lose their values. Received: {[v.path for v in others]}, created without it. "
+                "Use `add_variable(...)` instead of `keras.Variable(...)`."
             )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
@@ -93,7 +94,7 @@ class UserStage(Stage):
             after = self._stage.local(own, comm)
         self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
-        # Restore the dtypes that other replicas send, and replace None with zeros.
+        # All replicas must send the same dtypes, so restore those, and replace None with zeros.
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
             return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
@@ -103,7 +104,7 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor of this replica's gradients. Without rows, `row_share` counts as 1."""
+        """Return the factor that this replica's gradients contain. Without rows, `row_share` counts as 1."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
@@ -126,7 +127,7 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # Checking gradients here is not enough: the loss scaling may find an overflow in another replica's slices.
+        # Ask the update counter: only the loss scaling inside can find an overflow in another replica's slices.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))

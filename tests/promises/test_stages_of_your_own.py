@@ -392,7 +392,8 @@ def test_variables_that_the_optimizer_does_not_have_are_refused(holds):
             self.known = [*variables, add_variable(shape=(), initializer="zeros", name="count")]
             self.held = holds(keras.Variable(0.0, name="mine", trainable=False))
 
-    with pytest.raises(ValueError, match=r"`Own.build` must create variables with its `add_variable`.*\['mine'\]"):
+    rule = "`Own.build` must create its variables with the argument `add_variable`"
+    with pytest.raises(ValueError, match=rf"{rule}.*\['mine'\]"):
         ks.CrossShard("sgd", stages=[Own()]).build([keras.Variable([1.0, 2.0])])
 
 
@@ -402,7 +403,7 @@ def test_seeds_that_no_compiled_step_would_advance_are_refused():
         def build(self, variables, add_variable):
             self.seed = keras.random.SeedGenerator(1)
 
-    with pytest.raises(ValueError, match="`Draws.build` must create variables with its `add_variable`"):
+    with pytest.raises(ValueError, match="`Draws.build` must create its variables with the argument `add_variable`"):
         ks.CrossShard("sgd", stages=[Draws()]).build([keras.Variable([1.0, 2.0])])
 
 
