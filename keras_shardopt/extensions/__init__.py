@@ -1,4 +1,4 @@
-"""Features that plug into an update. Importing this package registers them."""
+"""Optional features that change an update of `CrossShard`. Importing this package registers them."""
 
 from keras_shardopt.extensions import coding, equal_bits, local_sgd, noise
 

@@ -1,6 +1,6 @@
 """Gradient compression: 8-bit and 4-bit integers, half precision, or low-rank matrices, with error feedback.
 
-`codecs` has the encoding, `transport` the state between updates, and `torch` the communication in the backward pass.
+`codecs` encodes gradients, `transport` stores the state between updates, and `torch` communicates in the backward pass.
 """
 
 from keras_shardopt.extensions.coding import codecs

@@ -36,17 +36,20 @@ class Reduced(NamedTuple):
     """The sums over replicas, bitwise equal on all of them."""
 
     along: list[Tensor]
-    """The sums of the uncoded tensors."""
+    """The sums over replicas of the tensors that are sent uncoded."""
 
     unsent: list[Tensor]
     """This replica's coding errors. Their sum over replicas is the exact sum minus `sums`."""
 
     factors: list[Tensor]
-    """The initial factors of the next reduction, equal on all replicas."""
+    """The matrices that the next reduction starts from (`PowerSGD`), equal on all replicas. Other codecs have none."""
 
 
 Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
-"""A reduction that yields each collective (kind, tensors) and receives its result. All-reduces are sums."""
+"""A generator that runs a reduction: it yields each collective as (kind, tensors) and receives its result.
+
+Each all-reduce is a sum.
+"""
 
 
 class Compression(Configured):
@@ -57,13 +60,13 @@ class Compression(Configured):
     """
 
     sum_dtype: str | None = None
-    """The dtype of the all-reduce, if the codec does nothing else; None otherwise."""
+    """The dtype of the all-reduce, for a codec that only casts gradients to this dtype. None for other codecs."""
 
     def __init__(self, error_feedback: bool = True) -> None:
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the initial factor of a trainable variable, equal on all replicas, or None for no factor."""
+        """Return the matrix that a variable's first reduction starts from, equal on all replicas, or None."""
         del variable, position
         return None
 
@@ -76,15 +79,15 @@ class Compression(Configured):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Legs:
-        """Sum float32 tensors over replicas, coded. The caller runs the collectives.
+        """Encode float32 tensors and sum them over replicas. The caller runs the yielded collectives.
 
         Args:
-            tensors: this replica's tensors.
-            along: tensors to sum uncoded.
+            tensors: the tensors of this replica to encode.
+            along: tensors to sum over replicas without encoding.
             num_replicas: the number of replicas.
             replica_id: the id of this replica.
             update: the number of updates so far: an int or an integer tensor.
-            factors: for each tensor, its factor from the last reduction, or from `start`.
+            factors: for each tensor, its part of `Reduced.factors` of the last reduction; at first, from `start`.
         """
         raise NotImplementedError
 
@@ -115,16 +118,16 @@ class Compression(Configured):
 
 
 class CodedInTwoLegs(Compression):
-    """Base class: codes float32 vectors in blocks of elements, summed in the two legs described above."""
+    """Base class of codecs that encode vectors in blocks of elements, and sum them in the two legs described above."""
 
     block: int = 1
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Return the codes of a vector of whole blocks. The ints of `key` seed stochastic rounding."""
+        """Encode a float32 vector of whole blocks as tensors. The ints of `key` seed stochastic rounding."""
         raise NotImplementedError
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """Return the float32 vector of these codes, or several concatenated ones."""
+        """Return the float32 vector that was encoded. Concatenated codes give the concatenated vectors."""
         raise NotImplementedError
 
     def legs(
@@ -145,7 +148,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # A replica adds the error of its coded sum (second leg) to the error of its own slice (first leg).
+        # In the second leg, each replica encodes the sum of one slice. It adds the error to those of the first leg.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []
@@ -225,7 +228,7 @@ class _Quantized(CodedInTwoLegs):
         """
         rows = ops.reshape(values, (-1, self.block))
         sizes = ops.abs(rows)
-        # The sum propagates NaN; a maximum may ignore it.
+        # Adding `0.0 * total` makes the scale NaN for NaN or infinity, because `ops.max` ignores NaN on some backends.
         total = ops.sum(sizes, axis=1)
         # The factor 1 + 2**-8 prevents a scale rounded down from being too small for the largest element.
         scales = ops.max(sizes, axis=1) * ((1 + 2.0**-8) / self.largest)
@@ -325,7 +328,7 @@ class Int4(_Quantized):
         """See `CodedInTwoLegs.encode`."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
-        # A nonfinite value needs no code, because the scale of its block is NaN.
+        # NaN and infinity become 0 here, because the scale of their block is NaN, so all its elements decode to NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]
@@ -344,8 +347,8 @@ class PowerSGD(Compression):
 
     Let $M$ be the sum of a gradient over replicas, as an $n \times m$ matrix (all dimensions but the last flattened).
     Replicas sum $P = M Q$, with $Q$ of the previous update, and orthonormalize its columns to $\hat P$. Then they sum
-    $Q' = M^\top \hat P$, and $\hat P Q'^\top$ replaces $M$. Tensors that this would not shrink are sent whole. Use it
-    with SGD and momentum: with Adam, a language model's loss was 17 % higher, so `CrossShard` warns.
+    $Q' = M^\top \hat P$, and $\hat P Q'^\top$ replaces $M$. Tensors that this would not shrink are sent unchanged. Use
+    it with SGD and momentum: with Adam, a language model's loss was 17 % higher, so `CrossShard` warns.
 
     Args:
         rank: int >= 1, 4 by default. Number of columns of $P$ and $Q$.
@@ -374,7 +377,7 @@ class PowerSGD(Compression):
         self.seed = check.integer("seed", seed, at_least=0)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the first $Q$; None for tensors that are sent whole."""
+        """Return the first $Q$ of a variable. None for tensors that are sent unchanged."""
         shape = tuple(variable.shape)
         if len(shape) < 2:
             return None
@@ -484,9 +487,9 @@ def split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def random_numbers(count: int, key: Sequence[Any]) -> Tensor:
-    """Return `count` numbers in [0, 1), hashes of their positions and of the ints of `key`, equal on all backends.
+    """Return `count` numbers in [0, 1), equal on all backends. Each is a hash of its position and the ints of `key`.
 
-    Keras' random numbers differ between backends, and their seed cannot be a tensor.
+    `keras.random` gives different numbers on each backend, and cannot be seeded with a tensor.
     """
     seed = ops.zeros((), "int32")
     for part in key:
@@ -496,7 +499,7 @@ def random_numbers(count: int, key: Sequence[Any]) -> Tensor:
 
 
 def _hashed(words: Tensor) -> Tensor:
-    # The finalizer of MurmurHash3. The mask removes the sign bits that a right shift of signed ints repeats.
+    # The finalizer of MurmurHash3. A right shift of a signed int repeats its sign bit; the mask removes these bits.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         shifted = ops.bitwise_and(ops.bitwise_right_shift(words, _int32(shift)), _int32((1 << (32 - shift)) - 1))
         words = ops.bitwise_xor(words, shifted) * _int32(factor)

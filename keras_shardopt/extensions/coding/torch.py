@@ -1,8 +1,8 @@
-"""Buckets of coded gradients, reduced during the backward pass. Each bucket needs several collectives.
+"""Buckets (groups of gradients) that are encoded and reduced during the backward pass, with several collectives each.
 
-One bucket is in flight while the next one fills. When the next one is full, the second collective of the bucket in
-flight starts, then the first one of the full bucket. All remaining collectives start after the backward pass. All ranks
-therefore start the same collectives in the same order, whatever their timing.
+While one bucket is being sent, the backward pass fills the next one. When this is full, the second collective of the
+sent bucket starts, then the first collective of the full one. The other collectives start after the backward pass. All
+ranks therefore start the same collectives in the same order, independent of their speed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from keras_shardopt.numerics import ReduceOp, Tensor
 
 
 class CodedBucket:
-    """One bucket of gradients.
+    """One bucket: gradients that are encoded and reduced together.
 
     Args:
         ranks: a `TorchProcessGroup`.
-        number: int. The index of this bucket.
+        number: int. The index of this bucket in `under_way`.
         places: the positions of the variables of its gradients.
         op: "sum" or "mean".
-        flags: a tensor to sum uncoded; after the reduction, the sum.
-        under_way: the pending work of each sent bucket.
+        flags: a tensor that is summed without encoding. The reduction replaces it by the sum.
+        under_way: for each bucket, the handle of its running collective (a `torch.distributed.Work`).
     """
 
     can_resend = True
@@ -48,28 +48,28 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """Description of an encoding error, or "". The other ranks wait for this rank."""
+        """Description of an error while encoding, for the message of the step. "" if there was none."""
         self.transfer: Any = None
-        """The `Coded` transfer of this step: its `legs_of(places, grads, along, op)` yields collectives."""
+        """The `Coded` object of this step. Its method `legs_of` encodes this bucket and yields the collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
-        """The collectives of the last reduction and their tensors, until `release`."""
+        """The collectives of the last reduction as (kind, tensors). `release` empties it."""
         self.results: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # must not hold the work (open connections)
+        self._receive: Callable[[], list[Tensor]] | None = None  # holds no `Work`: it keeps connections open
 
     def open(self) -> None:
-        """Do nothing. This bucket has no buffer."""
+        """Do nothing, because this bucket has no buffer to prepare."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Store this variable's gradient. With None, its residual waits for a later step."""
+        """Store the gradient of variable `i`. None (no gradient) keeps the variable's coding error for a later step."""
         self._grads.pop(i, None)
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight
 
     def encode(self) -> None:
-        """Encode the gradients. Separate from `send`, so an error here is not reported as a failed collective."""
+        """Encode the gradients. Separate from `send`, so an encoding error is not reported as a failed collective."""
         grads, self._grads = [self._grads.get(i) for i in self.places], {}
         self.sent = []
         along = [self.flags] if self.flags.numel() else []
@@ -77,7 +77,7 @@ class CodedBucket:
         self._advance(None)
 
     def send(self) -> Any:
-        """Start the next collective, and return its pending work."""
+        """Start the next collective, and return its `Work`."""
         assert self._next is not None
         (kind, tensors), self._next = self._next, None
         self.sent.append((kind, tensors))
@@ -85,7 +85,7 @@ class CodedBucket:
         return work
 
     def receive(self, adds: bool = False) -> None:
-        """Start the next collective after the last one has finished."""
+        """Take the result of the finished collective, and start the next one."""
         del adds
         self._start_next()
 
@@ -109,7 +109,7 @@ class CodedBucket:
                 self._under_way[self._number] = self.send()
 
     def _advance(self, received: Any) -> None:
-        """Compute the tensors of the next collective, or the results, from the result of the last one."""
+        """Use the result of the last collective to compute the tensors of the next one, or the reduced gradients."""
         assert self._legs is not None
         try:
             self._next = self._legs.send(received)
@@ -124,20 +124,20 @@ class CodedBucket:
             raise
 
     def local_nonfinite(self) -> list[int]:
-        """Return no positions: the gradients still exist and can be checked directly."""
+        """Return no positions, because this bucket does not overwrite the gradients, so the caller can check these."""
         return []
 
     def is_finite(self) -> Tensor:
-        """Return whether all sums of squares of `results` are finite, as a scalar bool tensor."""
+        """Return a scalar bool tensor: whether the sum of squares of each reduced gradient is finite."""
         return torch.stack([is_sum_finite(result) for result in self.results.values()]).all()
 
 
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Return buckets for the gradients of these tensors. The last one also sends `num_flags` flags."""
+    """Return buckets for the gradients of these variables. The last bucket also sends `num_flags` flags."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # The bucket that fills last comes last, because buckets are sent in this order.
+    # Buckets are sent in this order, so the bucket that fills last comes last.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     made = []
     for number, places in enumerate(groups):

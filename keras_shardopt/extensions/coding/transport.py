@@ -1,4 +1,4 @@
-"""The transport of coded gradients: `CodedTransport` stores state between updates, `Coded` is a reduction."""
+"""How coded gradients are reduced: `Coded` runs one reduction, `CodedTransport` stores state between reductions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""The prefix of `Step.notes` with `Reduced.factors`, before the position of the variable."""
+"""`Step.notes` has each of `Reduced.factors` under this prefix plus the position of its variable."""
 
-# Backends on which replicas cannot communicate inside a condition.
+# The backends on which a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
-# Backends that can send gradients during the backward pass.
+# The backends that can send gradients during the backward pass.
 _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 
@@ -41,7 +41,7 @@ def transport_of(codec: Compression, context: StageContext) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Stores the residuals of error feedback, and the initial factors of the next reduction."""
+    """Stores residuals (coding errors, added to the next gradients) and the factors that `PowerSGD` starts from."""
 
     divides_along_axes = False
     early_in_slices = False
@@ -50,9 +50,9 @@ class CodedTransport(Transport):
     def __init__(self, codec: Compression, context: StageContext) -> None:
         self.codec = codec
         self.residuals: list[Variable] = []
-        """This replica's coding errors per trainable variable, in units of its unscaled loss."""
+        """This replica's coding errors, one variable per trainable variable. They do not contain the loss scale."""
         self.factors: dict[int, Variable] = {}
-        """The initial factors of the next reduction, by the position of the variable."""
+        """The matrices that the next reduction starts from, by the position of the trainable variable."""
         self._context = context
         self._is_stacked = False
 
@@ -63,11 +63,11 @@ class CodedTransport(Transport):
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The residuals, as "residual"."""
+        """The residuals, under the name "residual"."""
         return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the residuals and the factors, once."""
+        """Create the residuals and the factors. Later calls do nothing."""
         if self.residuals or self.factors:
             return
         for i, variable in enumerate(variables):
@@ -94,7 +94,7 @@ class CodedTransport(Transport):
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
     def keep(self, step: Step) -> Step:
-        """Assign the residuals and factors that a reduction has left for the next one."""
+        """Move the new residuals and factors of a reduction from `step` to the variables."""
         for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
@@ -109,7 +109,7 @@ class CodedTransport(Transport):
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """See `Transport.means`. Sends the tensors coded, and stores the coding errors.
+        """See `Transport.means`. The tensors are sent encoded, and their coding errors stored.
 
         Raises:
             ValueError: if these replicas do not support the codec.
@@ -125,7 +125,7 @@ class CodedTransport(Transport):
         started = [factor for factor in factors if factor is not None]
         for variable, value in [*zip(kept, reduced.unsent), *zip(started, reduced.factors)]:
             variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))
-        # Divide before casting, as for gradients.
+        # Divide before casting, because the sum can overflow half precision even if the mean does not.
         return [cast(total / comm.num_replicas, dtype_of(like)) for total, like in zip(reduced.sums, tensors)]
 
     def _check(self) -> None:
@@ -138,7 +138,7 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """One reduction of coded gradients. `kept` has the residuals and factors of the last reduction."""
+    """One reduction of coded gradients. `kept` stores the residuals and factors between reductions."""
 
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)
@@ -146,9 +146,9 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # The residuals of missing gradients wait: possibly no replica has a gradient of that variable.
+        # Missing gradients keep their residuals, because perhaps no replica has a gradient of this variable.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
-        # The factor of the loss. Residuals are stored without it.
+        # Gradients contain this factor (the loss scale). Residuals are stored without it.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
         before = kept.residuals if reduction.own is None else reduction.own
         self._before = [ops.convert_to_tensor(residual) for residual in before]
@@ -177,12 +177,12 @@ class Coded(Transfer):
     def legs_of(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
     ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
-        """Reduce like `all_reduce`, but yield the collectives to the caller. The results of `along` are sums.
+        """Reduce like `all_reduce`, but yield the collectives. The tensors of `along` are summed, also for "mean".
 
         Args:
             places: the positions of the variables.
-            tensors: their gradients; None if this replica has none.
-            along: tensors to sum uncoded.
+            tensors: the gradient of each of these variables; None if this replica has no gradient.
+            along: tensors to sum without encoding.
             op: "sum" or "mean".
         """
         missing = {place for place, tensor in zip(places, tensors) if tensor is None}
@@ -198,7 +198,7 @@ class Coded(Transfer):
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
     def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors to code (gradients plus residuals), and the initial factors."""
+        """Return the tensors to encode (gradients plus residuals), and the factors to start from."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
@@ -207,7 +207,7 @@ class Coded(Transfer):
         return ops.convert_to_tensor(self._context.updates)
 
     def _collect(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
-        """Return the sums of gradients and of uncoded tensors. Store errors, factors and finiteness for `left`."""
+        """Return the sums of a reduction. Store its coding errors and factors, and whether sums are finite."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
         self._factors |= dict(zip(kept, reduced.factors))
@@ -233,7 +233,7 @@ class Coded(Transfer):
         for r, (each, row) in enumerate(zip(slices, filled)):
             for (i, start, _), left in zip(each, split(unsent[r], row)):
                 self._pieces.setdefault(i, []).append((start, left))
-        # A replica has only its slices of the sum, so each checks its whole gradient.
+        # A replica gets only its slices of the sum, so each replica checks its own whole gradient for NaN and infinity.
         is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
         *sums, num_bad = self.comm.all_reduce([*more, ops.reshape(is_bad, (1,))], "sum")
         self._is_finite.append(num_bad[0] < 0.5)
@@ -243,12 +243,12 @@ class Coded(Transfer):
         return own, None if along is None else sums[0]
 
     def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        # Divide before casting: the sum may overflow half precision even if the mean does not.
+        # Divide before casting, because the sum can overflow half precision even if the mean does not.
         results = [total / self.comm.num_replicas for total in sums] if op == "mean" else sums
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
-        """Return a gradient, or a slice of it from `start`, in float32 plus its residual."""
+        """Return the sum of a gradient in float32 and its residual. With `start`, both are slices that begin there."""
         value = dense(tensor, self._variables[place])
         value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
         if not self.codec.error_feedback or place in self._waits:
@@ -259,11 +259,11 @@ class Coded(Transfer):
         return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the reduced step with the new residuals, or with the old ones if the update is skipped.
+        """Add the new residuals and factors to the reduced step. If its update is skipped, add the old ones instead.
 
         Args:
             step: the step that this transfer has reduced.
-            all_decide: bool. Whether the replicas of all groups skip an update together.
+            all_decide: bool. Whether a non-finite gradient in one group of replicas makes all groups skip the update.
         """
         if not self._is_finite:
             return step

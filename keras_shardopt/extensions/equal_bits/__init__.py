@@ -1,4 +1,4 @@
-"""`VirtualReplicas`: batches in a fixed number of parts, for bitwise identical results on any number of replicas."""
+"""`VirtualReplicas`: a fixed number of parts per batch, so any number of replicas gives identical results."""
 
 from keras_shardopt.extensions.equal_bits.num_parts import has_virtual_replicas
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas

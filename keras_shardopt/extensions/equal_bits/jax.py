@@ -1,12 +1,12 @@
-"""The JAX step of `VirtualReplicas`: it computes a replica's parts of a batch one after another.
+"""The JAX step of `VirtualReplicas`. A batch has a fixed number of parts; a replica computes its parts in a loop.
 
-XLA fuses operations with their surroundings, so equal operations round differently in different programs. Therefore
-each replica computes its parts in a loop. The loop body has equal shapes for any number of replicas and is compiled
-separately. Changes of moving statistics are summed in the same binary tree as gradients.
+XLA fuses an operation with the operations around it, so the same operation rounds differently in different programs. A
+loop body is compiled separately, and here its shapes do not depend on the number of replicas, so its rounding does not
+either. Changes of moving statistics are summed in the same binary tree as gradients.
 
-For several devices, XLA removes duplicate computations (CSE) after partitioning, and later simplifications depend on
-the number of uses of a value. For example, a softmax and its gradient then divide by one sum, or multiply by 1/sum. So
-these steps are compiled without CSE (`compiled_identically`).
+XLA also removes duplicate computations (its CSE pass), for several devices later than for one device. Simplifications
+in between depend on how often a value is used: a softmax and its gradient divide by their sum, or multiply by 1/sum.
+Therefore these steps are compiled without CSE (`compiled_identically`).
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
@@ -59,7 +59,7 @@ def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
     """Make XLA compile Keras' steps in the same way for one device and several.
 
     Raises:
-        ValueError: if steps are not compiled.
+        ValueError: if the model's steps are not compiled by XLA.
     """
     if model.run_eagerly or not model.jit_compile:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
@@ -73,7 +73,7 @@ def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
 
 
 def _passes_left_out() -> str:
-    """Return the XLA passes to disable: CSE, and those of `XLA_FLAGS`, because the option replaces that flag."""
+    """Return the XLA passes to disable: CSE and those in `XLA_FLAGS`, because this option replaces the flag."""
     flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
     return ",".join([*flags[-1:], "cse"])
 
@@ -82,8 +82,8 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        The gradients of all parts together, their `found_inf` and notes; the loss of the whole batch; the predictions
-        of all rows; and the values of the non-trainable and the metric variables.
+        A tuple (gradients, their `found_inf`, their `Step.notes`) for the whole batch; the loss of the whole batch; the
+        predictions of all rows; the new values of non-trainable variables; and those of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
@@ -95,7 +95,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(parts.axis)
-        # Traced, not constant: otherwise XLA would unroll a short loop and fuse its iterations.
+        # The count is traced, because XLA would unroll a short loop of constant length and fuse its iterations.
         num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, parts.each, 0)
         arguments = {"training": True, "optimizer_variables": optimizer_state}
         counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
@@ -126,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """Provide the optimizer's state to stages, without assignments. Yield the factor of the loss."""
+    """Set the values of the optimizer's variables, which the block reads but does not assign. Yield the loss scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -137,7 +137,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
     """Run the forward passes of each replica on its parts of a batch.
 
     Returns:
-        The results of `in_parts` without gradients. The predictions come with their masks.
+        The last four results of `in_parts`, the loss first. The predictions are a pair with their masks.
     """
     parts = _Parts(model, distribution, data, num_parts)
     weights, others, metrics = state
@@ -166,27 +166,27 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
 
 
 class _Parts:
-    """Divides a batch into parts, and combines the variables (of metrics and layers) that the parts change.
+    """Divides a batch into parts, and combines the values that the parts compute for variables of metrics and layers.
 
-    Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
-    add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
+    A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
+    A moving statistic adds its mean change in the parts with rows. Others get their value after the last part.
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # any device; axes are explicit by default in JAX 0.12
+        if distribution is None:  # for any device. `Auto`, because JAX 0.12 defaults to explicit
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
         self._model, self._num_parts = model, num_parts
         self._all_rows = num_rows(data)
-        self._rows = -(-self._all_rows // num_parts)  # per part; parts at the end are padded with the first row
+        self._rows = -(-self._all_rows // num_parts)  # rows per part; padding rows repeat the first row
         self._num_missing = self._rows * num_parts - self._all_rows
         self.each = parts_of_each(num_parts, num_batch_shards(distribution))
         others, metrics = model.non_trainable_variables, model.metrics_variables
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Trackers of mean losses count an equal share of the rows for each part, even without rows.
+        # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -195,7 +195,7 @@ class _Parts:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Set the share of this part, so losses are divided by the counts of the whole batch."""
+        """Declare this part in a block, so losses divide by the number of rows (or weights) of the whole batch."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return a part's addends for counts and statistics, and its final values (None: unchanged variable)."""
+        """Return the values of a part to sum over parts, and the final values of all variables (None: unchanged)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -219,7 +219,7 @@ class _Parts:
         return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
 
     def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
-        """Return the loss of the batch, and the values of the variables after it."""
+        """Return the loss of the batch, then the value of each variable after this batch."""
         loss, *totals = Tree(replicas, self._num_parts).all_reduce([loss, *sums], "sum")
         num_counting = -(-self._all_rows // self._rows)
         left, after = iter(totals), [loss / self._num_parts]
@@ -233,7 +233,10 @@ class _Parts:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """Return the counts of all parts that losses divide by. XLA removes computations that they do not need."""
+        """Return the counts (of a mask, for example) over all parts that losses divide by.
+
+        This runs the model forward, but XLA removes all computations that the counts do not need.
+        """
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -254,14 +257,14 @@ class _Parts:
         )
 
     def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
-        """Run `of_part` on a replica's parts one after another, and combine its results.
+        """Run `of_part` on each part of this replica, one after another, and combine the results.
 
         Args:
-            of_part: takes the index of a part, its number of rows, and these rows. Returns tensors to sum, the position
-                of a non-finite gradient (0: none), values to keep from the last part, and rows of outputs.
+            of_part: takes the index of a part, its number of rows, and the rows. Returns tensors to sum over parts, the
+                position of a non-finite gradient (0: none), values of which the last part's are kept, and predictions.
             replicas: the devices.
-            data: the replica's rows.
-            num_rounds: the number of its parts.
+            data: this replica's rows of the batch.
+            num_rounds: the number of parts of this replica.
         """
         each, rows = self.each, self._rows
         first = replicas.replica_id * each
@@ -285,7 +288,7 @@ class _Parts:
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
         )
-        # At least two levels and two parts: XLA would move computations of a single part out of the loop.
+        # Make room for two parts even if a replica has one, because XLA moves computations out of a loop of length 1.
         num_levels = max(2, each.bit_length())
         if each == 1:
             data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
@@ -303,9 +306,9 @@ class _Parts:
 
         Args:
             local: takes the state and a device's rows of the batch.
-            state: the arguments replicated over devices.
+            state: the arguments that are equal on all devices.
             data: the batch.
-            returned: one bool per result: True if it is equal on all devices, False if it has a device's rows.
+            returned: for each result, True if it is equal on all devices, False if each device returns its rows.
         """
         whole, divided = PartitionSpec(), PartitionSpec(self.axis)
         run = jax.shard_map(
@@ -325,14 +328,15 @@ class _Parts:
 def _not_fused(values: Any, num_rounds: Tensor) -> Any:
     """Pass values through a loop of one iteration, with a traced count, so XLA cannot fuse them with later code.
 
-    Their reduction depends on the number of devices, and XLA would round a norm fused with it differently.
+    The code that reduces the values depends on the number of devices. If XLA fused a norm into this code, the norm's
+    rounding would depend on it too.
     """
     empty = jax.tree.map(jax.numpy.zeros_like, values)
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
 
 
 class PartsStep(TrainStep):
-    """The step on each replica's parts of a batch."""
+    """A step of training or evaluation in which each replica computes its parts of the batch."""
 
     stacks_windows = False
     is_reduced = True
@@ -346,11 +350,11 @@ class PartsStep(TrainStep):
         return compiled_identically(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Return True, also on one device."""
+        """Return True. One device needs this step too, because it must round as several devices do."""
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """See `TrainStep.computed`. Metrics sum rows in the same order on any number of devices."""
+        """See `TrainStep.computed`. Every device gets all rows, so metrics sum them in the same order on any number."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

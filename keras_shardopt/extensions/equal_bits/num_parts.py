@@ -13,7 +13,7 @@ from keras_shardopt.fit.stateful import stateful_layers
 
 
 def has_virtual_replicas(reducers: Iterable[Any]) -> bool:
-    """Whether one of these optimizers divides batches into parts."""
+    """Whether one of these optimizers has the extension `VirtualReplicas`."""
     return any(map(_nums_parts, reducers))
 
 
@@ -22,10 +22,10 @@ def _nums_parts(reducer: Any) -> list[int]:
 
 
 def num_parts_of(model: Any) -> int:
-    """Return the number of parts of a batch for a prepared model with `VirtualReplicas`.
+    """Return the number of parts per batch for a prepared model that has an optimizer with `VirtualReplicas`.
 
     Raises:
-        ValueError: if the model does not support parts.
+        ValueError: if the model has several optimizers, or layers that `VirtualReplicas` does not support.
     """
     reducers = reducers_in(model)
     nums_parts = [number for reducer in reducers for number in _nums_parts(reducer)]

@@ -26,7 +26,7 @@ class VirtualReplicas(Extension):
     """Makes results bitwise identical on any number of replicas that divides `number`. See [docs](../randomness.md).
 
     Args:
-        number: int, a power of two. Number of parts per batch. The parts' gradients are summed in a fixed order.
+        number: int, a power of two. Number of parts per batch. The gradients of parts are summed in a fixed order.
 
     Raises:
         TypeError: if `number` is not an int.
@@ -83,8 +83,8 @@ class VirtualReplicas(Extension):
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):
                     raise ValueError(
-                        "With `shard_state`, a norm over all gradients is summed slice by slice, so it depends on the "
-                        f"number of replicas. `VirtualReplicas` does not support this. Received: {inside!r}, with "
-                        f"{self!r}, shard_state=True. Remove one of the three."
+                        "With `shard_state`, a norm over all gradients is summed slice by slice, so its rounding "
+                        "depends on the number of replicas. `VirtualReplicas` must prevent this. Received: "
+                        f"{inside!r}, with {self!r}, shard_state=True. Remove one of the three."
                     )
         return [SumOfParts(self.number, context)]

@@ -1,17 +1,17 @@
-"""Bitwise identical results on any number of replicas (`VirtualReplicas`): batches in parts, summed in a fixed order.
+"""`VirtualReplicas` makes results independent of the number of replicas: it sums parts of batches in a fixed order.
 
 The number of replicas changes the rounding of a gradient in two ways: kernels sum a different number of rows, and the
 all-reduce sums a different number of replicas. Therefore every batch is divided into a fixed number of parts. A replica
-computes its parts one after another, each with equal shapes, and sums their gradients in its subtree of a fixed binary
-tree. Then an all-to-all gives each replica a slice of all subtrees' sums, and an all-gather returns the totals of the
-slices (`Tree`). This sends the same number of bytes as a ring.
+computes its parts one after another, with the same shapes, and sums their gradients in its subtree of a fixed binary
+tree. Then an all-to-all gives each replica one slice of the sums of all subtrees. The replica adds them, and an
+all-gather returns the totals (`Tree`). This sends as many bytes as a ring all-reduce.
 
-An exact sum of integers with a shared exponent would also be independent of the order. But a tree propagates NaN and
-infinity, keeps the range of the dtype, and needs no reduction of exponents first. In return, the numbers of parts and
-of replicas must be powers of two.
+Integers with a shared exponent could also be summed in any order with the same result. But a tree propagates NaN and
+infinity, keeps the range of the dtype, and does not have to find a common exponent first. Its disadvantage: the numbers
+of parts and of replicas must be powers of two.
 
-A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. For other
-code, parts are micro-batches, and the last part has the reduced gradients of all parts.
+A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. The other
+code of an optimizer handles parts like micro-batches: only the last one updates, with the reduced gradients of all.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
 
 _SMALL = 2**14
-"""Up to this number of elements, each replica gathers all sums: one collective instead of two."""
+"""Up to this number of elements, each replica gathers and adds the sums of all: one collective, not two."""
 
 
-# TensorFlow's replicas are devices of one process, which sums their gradients without flat tensors.
+# On TensorFlow, replicas are devices of one process, so tensors need not be joined to a flat one to be summed.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -55,11 +55,11 @@ class _NoExchange:
 
 
 class VirtualReplica(_NoExchange, PartOfBatch):
-    """A part of a batch, as the communicator of its losses and stages."""
+    """One part of a batch. Losses and stages use it as their communicator, as if the part were a replica."""
 
 
 class CountingReplica(_NoExchange, CountingPart):
-    """A part of a batch in the counting pass: it collects the counts that losses divide by."""
+    """A part in the counting pass: a forward pass to collect the counts (of a mask, say) that losses divide by."""
 
 
 def current_part() -> PartOfBatch | None:
@@ -76,7 +76,7 @@ def parts_of_replica(num_parts: int, replicas: Communicator) -> range:
 
 
 def parts_of_each(num_parts: int, num_replicas: int) -> int:
-    """Return the number of parts of every batch per replica.
+    """Return the number of parts per replica and batch.
 
     Raises:
         ValueError: if `num_parts` is not a multiple of `num_replicas`.
@@ -91,7 +91,7 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
 
 
 class Subtrees:
-    """The sum of a replica's parts in the binary tree: one partial sum per 1 bit of the number of parts so far."""
+    """Sums a replica's parts in a binary tree. It holds one partial sum per 1 bit of the number of parts so far."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
@@ -105,7 +105,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over all parts (a power of two), and reset."""
+        """Return the sum over the added parts, whose number must be a power of two, and start again from none."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -118,11 +118,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree. Each tensor is a sum over a replica's parts.
+    """A communicator that sums tensors over replicas in a binary tree. Their values are sums over a replica's parts.
 
     Args:
         replicas: the replicas.
-        num_parts: the number of parts on all replicas. Means divide by it.
+        num_parts: the number of parts on all replicas together. Means divide by this number.
     """
 
     def __init__(self, replicas: Communicator, num_parts: int) -> None:
@@ -134,7 +134,7 @@ class Tree(Communicator):
         self.is_multi_process = replicas.is_multi_process
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return `LOCAL`: gradients are per replica."""
+        """Return `LOCAL`, because each replica has its own gradients."""
         return GradientState.LOCAL
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -145,7 +145,7 @@ class Tree(Communicator):
         """See `Communicator.all_reduce`."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
-        factor = 1 / self.num_parts if op == "mean" else 1  # exact: a power of two
+        factor = 1 / self.num_parts if op == "mean" else 1  # does not round: `num_parts` is a power of two
         if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
             totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
             return totals
@@ -181,12 +181,12 @@ class Tree(Communicator):
 
 
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a tensor. On PyTorch, `ops.reshape` takes longer than a small sum."""
+    """Reshape a tensor, with its own method if it has one. On PyTorch, `ops.reshape` takes longer than a small sum."""
     return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
 
 
 def _tree_sum(rows: Tensor) -> Tensor:
-    """Return the sum of rows (their number is a power of two) in a binary tree."""
+    """Sum the rows of a tensor in a binary tree. The number of rows must be a power of two."""
     while rows.shape[0] > 1:
         rows = ops.add(rows[::2], rows[1::2])
     return rows[0]
@@ -207,7 +207,7 @@ class SumOfParts(ExtensionStage):
         self._next: int | None = None
 
     def check_outside(self, outer: Any) -> None:
-        """See `Extension.check_outside`: loss scaling must be inside."""
+        """See `Extension.check_outside`: loss scaling must be inside of `CrossShard`."""
         name = type(outer).__name__
         raise ValueError(
             f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it. Outside, it would skip "
@@ -217,7 +217,7 @@ class SumOfParts(ExtensionStage):
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Sum the gradients of a part. Proceed only with the last part of this replica."""
+        """Add the gradients of one part to the sum. Call `proceed` only in the last part of this replica."""
         if self._optimizer.pipeline.resumed.is_reduced:  # a trainer has already called `reduced`
             proceed(step)
         else:
@@ -241,7 +241,7 @@ class SumOfParts(ExtensionStage):
                 f"Received: several updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
         self._next += 1
-        # On a single replica, gradients of a part are always local.
+        # With one replica, `comm` would declare the gradients of a part as already reduced. Those of `part` are local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
@@ -263,23 +263,23 @@ class SumOfParts(ExtensionStage):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of a part, weighted for the sum, and their `found_inf`."""
+        """Return the gradients of a part, with weight 0 for a part without rows, and their `found_inf`."""
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
-        """Return the step of a part after `local` of all stages."""
+        """Return the step of a part after the method `local` of all stages."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the result of `of_part` for a step that is the result of `seen`."""
+        """Return the result of `of_part` for a step that `after_local` returned."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """Sum gradients over replicas. `step` has the sums over this replica's parts."""
+        """Sum gradients over replicas. Those of `step` are sums over the parts of this replica."""
         if self._reducer is None:
             self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
@@ -300,5 +300,5 @@ def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
 
 
 def first_found(found: Tensor, next_one: Tensor) -> Tensor:
-    """Return `found`, or `next_one` if `found` is 0: the first non-finite gradient in the first part that has one."""
+    """Combine the positions of a non-finite gradient (0: none) of two parts: return the first that is not 0."""
     return ops.where(found > 0, found, next_one)

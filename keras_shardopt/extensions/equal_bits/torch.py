@@ -1,9 +1,9 @@
-"""The PyTorch step of `VirtualReplicas`: it computes a rank's parts of a batch one after another.
+"""The PyTorch step of `VirtualReplicas`. A batch has a fixed number of parts; a rank computes its parts in turn.
 
 Each part is a Keras step that starts from the state before the batch. Changes of state are summed in the same binary
-tree as gradients. Metrics add the sum of all parts' counts. Moving statistics add the mean change of the parts with
-rows. Seed generators advance once per batch. If losses divide by a count over all parts (of a mask, for example), a
-counting pass runs each part forward first. If each rank has one part, the losses of all ranks exchange counts instead.
+tree as gradients. A metric adds the sum over all parts. A moving statistic adds its mean change in the parts with rows.
+Seed generators advance once per batch. If losses divide by a count over all parts (of a mask, for example), a counting
+pass first runs each part forward. If each rank has only one part, ranks exchange their counts in the loss instead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
-# Not compiled: compilers may reuse code for another shape, with other rounding, and bake in values of a part.
+# Not compiled: a compiler can run a part with code made for another shape, which rounds differently.
+# It can also treat a value that differs between parts as a constant.
 @torch.compiler.disable
 def in_parts(
     session: Session, kept: KeptState, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
 ) -> Any:
-    """Run the step on this rank's parts of a batch. `data` has their rows. Return the logs of the batch."""
+    """Run a step on this rank's parts of a batch, whose rows are `data`. Return the logs of the whole batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     reducer, given = session.reducer, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
@@ -64,7 +65,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # A step without rows runs the model on one row that is not counted.
+            # A part without rows runs the model on one row that is not counted, because a model needs one to run.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
@@ -78,7 +79,7 @@ def in_parts(
         kept.changed_weights, kept.on_loss = state.changed_weights, None
     session.last_rows = mine
     session.confirm()
-    session.shares_logs = False  # `logs` already covers all ranks
+    session.shares_logs = False  # `logs` are already those of all ranks
     everyones = [given] if ranks is None else session.rows()
     counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
     is_skipped = trains and _is_skipped(reducer, updates)
@@ -89,7 +90,7 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Yield the logs of each of this rank's parts, after a counting pass if losses need one."""
+    """Run `step` on each part of this rank and yield the logs. First run a counting pass if losses need counts."""
 
     def count() -> list[Any]:
         counts = Subtrees()
@@ -128,13 +129,13 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Run a step up to its loss."""
+    """Run a step up to its loss, which collects the counts."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
 
 class PartsStep(TrainStep):
-    """The step on each of this rank's parts of a batch."""
+    """A step of training or evaluation in which each rank computes its parts of the batch."""
 
     logs_are_global = True
     runs_alone = True
@@ -170,7 +171,7 @@ class PartsStep(TrainStep):
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 
-    @torch.compiler.disable(recursive=False)  # like the step that it replaces
+    @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """See `TrainStep.run`."""
         session = self._session
@@ -180,7 +181,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Call `on_loss` once. A counting pass ends here."""
+        """Call `on_loss` once. In a counting pass, end the step here."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None
@@ -189,7 +190,7 @@ class PartsStep(TrainStep):
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the update of this batch was skipped, and its changes of state restored."""
+    """Whether the update of this batch was skipped, so the state before the batch was restored."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
@@ -200,13 +201,13 @@ def _copied(data: Any) -> Any:
 
 
 class _State:
-    """The state that parts change: metrics, moving statistics, seeds; and weights that layers change in their call.
+    """The variables that parts change: metrics, moving statistics, seeds, and weights that layers change in their call.
 
     Args:
         model: the model.
-        trains: whether these are training steps.
-        state: the non-weight variables that layers change in training.
-        weights: the weights, also frozen ones, that layers change in their call. None (unknown) saves all weights.
+        trains: whether the steps train the model, or only evaluate it.
+        state: the variables other than weights that layers change in training.
+        weights: the weights, also frozen ones, that layers change in their call. None: unknown, so all are saved.
     """
 
     def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
@@ -219,11 +220,11 @@ class _State:
         self._model, self._trains = model, trains
         self.changed_weights = list(weights) if trains else []
         self._weights = [v.value.clone() for v in self.changed_weights]
-        # Variables, not tensors, because a module may replace the tensor of a buffer.
+        # Keep variables, not their tensors, because a PyTorch module can replace the tensor of a buffer.
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # Trackers of mean losses count an equal share of the rows for each part, even without rows.
+        # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -232,7 +233,7 @@ class _State:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Reset to the state before the batch, and counts of metrics to 0. Called before each part."""
+        """Reset variables to their values before the batch, and sums of metrics to 0. Called before each part."""
         size = len(self._sums)
         for variable, start in zip(self.changed_weights, self._weights):
             variable.value.copy_(start)
@@ -262,11 +263,11 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add the counts and changes of a part; without rows (not `counts`), only those of mean losses."""
+        """Add the metrics and changes of a part. Without rows (not `counts`), add only metrics of mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]
-        # Infinity minus itself (of an infinite mask) would be NaN.
+        # An unchanged infinite value (of a mask, for example) changes by 0: infinity minus infinity would be NaN.
         changes = [torch.where(t == start, 0, t - start) if counts else torch.zeros_like(t) for t, start in pairs]
         self._changes.add([*sums, *changes])
 
@@ -275,8 +276,8 @@ class _State:
         """Set the state after all parts of all ranks.
 
         Args:
-            tree: the ranks.
-            num_counting: the number of parts with rows.
+            tree: sums tensors over ranks.
+            num_counting: the number of parts that have rows, on all ranks.
             is_skipped: whether the update was skipped and moving statistics were restored.
         """
         changes: Any = self._changes.take()
@@ -289,7 +290,7 @@ class _State:
 
 
 class _Logs:
-    """The logs of the parts of a batch."""
+    """Collects the logs of the parts of a batch."""
 
     def __init__(self) -> None:
         self._last: Any = None
@@ -306,7 +307,7 @@ class _Logs:
         self._values.add([value * num_rows if num_rows else torch.zeros_like(value) for value in values])
 
     def settle(self, model: Any, tree: Tree, num_rows: int) -> Any:
-        """Return the logs of the batch: metrics of all ranks, and means over rows of other scalars."""
+        """Return the logs of the batch: the results of metrics over all ranks, and other scalars as means over rows."""
         metrics = model.get_metrics_result()
         if not isinstance(self._last, dict):
             return self._last

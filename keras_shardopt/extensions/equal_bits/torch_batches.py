@@ -1,4 +1,4 @@
-"""Values that `VirtualReplicas` on PyTorch keeps between batches, because collecting them takes as long as a layer."""
+"""Facts about a model that `VirtualReplicas` on PyTorch finds once and keeps, because finding them takes time."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
 class KeptState:
-    """Values kept between the batches of one model."""
+    """Facts about one model that stay valid between its batches."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.counts_first = False
-        """Whether losses divide by counts over all parts, so a counting pass must come first."""
+        """Whether losses divide by counts over all parts, so each batch needs a counting pass first."""
         self.changed_weights: list[Any] | None = None
         """The weights that layers change in their call. None before the first batch."""
         self.on_loss: Callable[[], None] | None = None  # called once, after the next loss
         self.has_warned = False
-        """Whether the model has warned that its steps are not compiled."""
+        """Whether the warning that the steps of this model are not compiled was given."""
         self._state: list[Variable] = []
         self._num_trained = 0
 
     def begin_call(self) -> None:
-        """Clear values that may differ in another call of `fit`."""
+        """Clear the values that can differ in the next call of `fit`."""
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:
-        """Return the non-weight variables that layers change. Called before each training step."""
-        # Search again before the second step: layers called only in training create variables in the first one.
+        """Return the variables other than weights that layers change. Called before each training step."""
+        # Search again before the second step, because layers called only in training create variables in the first.
         if not is_in_call or self._num_trained < 2:
             self._state = changed_by_forward_passes([self._model])
             self._num_trained += 1

@@ -1,4 +1,6 @@
-"""Local SGD steps on JAX: one program in which each replica updates its rows of the state, in a `shard_map`.
+"""Local SGD steps on JAX: each replica updates its row of the state, in a `shard_map`.
+
+Optimizer variables with a leading dimension "replica" (`Rows`) hold the weights and state of all replicas.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
@@ -44,22 +46,23 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 class _StacksRows(keras.Model):
-    """Mixin: creates rows for all replicas before the first training step."""
+    """Mixin of models: creates the variables with a row per replica before the first training step."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Create the rows, then the training function."""
+        """Create the variables with rows, then the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # none after another `compile`
             if self.optimizer.built and has_replicas and not local.stacked:
                 local.stack()
-                self.train_function = None  # it was compiled without rows
+                self.train_function = None  # it was made without rows
         super().make_train_function(*args, **kwargs)
 
 
 class _LocalStep:
-    """A step in which each replica updates its rows of weights and state, with its rows of the batch.
+    """A step in which each replica updates its row of weights and state, with its rows of the batch.
 
-    Inside the `shard_map`, a variable with rows has the value of its row. Outside, it changes only when read.
+    Inside the `shard_map`, each variable has the value in this replica's row. Outside, the model's variables do not
+    change in a step; `LocalUpdates.before_reading` assigns the mean of the rows to them.
     """
 
     def __init__(self, model: Any, all_rows: int) -> None:
@@ -107,7 +110,7 @@ class _LocalStep:
             for v, reference in zip(model.trainable_variables, self._local.references)
         ]
         outputs = jax.tree.map(lambda leaf: leaf[: self._all_rows], outputs)
-        # Metrics get all rows as one batch, so metrics that are no sums over rows are also exact.
+        # Metrics get the rows of all replicas as one batch, so metrics that are not sums over rows are exact too.
         metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
         y_pred, _ = outputs
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
@@ -136,7 +139,7 @@ class _LocalStep:
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]
         changed = [
-            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # unchanged without rows
+            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # no rows: keep `old`
             for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, self._is_seed)
         ]
         started, ended = (before, inputs, inside, metrics), (after, changed, updated, metrics)
@@ -153,14 +156,14 @@ class _LocalStep:
         return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
 
     def _synced_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
-        """Return the means of the moving statistics over replicas after a sync step, otherwise this replica's."""
+        """Return moving statistics: their means over replicas after a sync step, otherwise this replica's."""
         local, optimizer, place = self._local, self._model.optimizer, self._place
         count, last_syncs = updated[place[id(local.count)]], updated[place[id(local.last_syncs)]]
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
         if local.skips:
             iterations = place[id(optimizer.iterations)]
             share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
-        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # False in later micro-batches
+        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # True only in the sync step
         joined = functools.partial(local.sync_statistics, replicas, row_share=jax.numpy.asarray(share))
         return jax.lax.cond(is_sync, joined, lambda values: values, statistics)
 
@@ -171,7 +174,7 @@ def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
 
 
 class LocalStep(TrainStep):
-    """A local SGD step: each replica continues from its own weights."""
+    """A step in which each replica continues from its own weights."""
 
     stacks_windows = False
 
@@ -182,7 +185,7 @@ class LocalStep(TrainStep):
         mix_in(self.model, _StacksRows)
 
     def before_step(self) -> None:
-        """Resume from each replica's own weights."""
+        """Restore each replica's own weights, if the model has the mean weights."""
         if any(local.stacked for local in local_updates_in([self.model.optimizer])):
             resume_local([self.model.optimizer])
 

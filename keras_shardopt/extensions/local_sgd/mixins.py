@@ -1,4 +1,4 @@
-"""Mixins for models with local SGD: readers get mean weights, and training resumes from each replica's weights."""
+"""Mixins of models with local SGD: methods that read weights get the mean over replicas; training does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READERS = (
 """The methods of a model that read or set weights."""
 
 _WAS_READ = "_keras_shardopt_looked"
-"""Attribute of a model: weights may have been read or set since the last training step."""
+"""Name of an attribute of models: whether a method has read or set weights since the last training step."""
 
 
 def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
@@ -34,30 +34,30 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
 
 
 def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
-    """Restore each replica's weights. Called before each training step."""
+    """Restore the weights of each replica, if the mean is in their place. Called before each training step."""
     for local in local_updates_in(reducers):
         local.resume(begins_epoch)
 
 
 @contextlib.contextmanager
 def _showing(model: Any) -> Iterator[None]:
-    """Assign the mean before a method that reads weights."""
+    """Assign the mean over replicas to the weights before a method that reads them."""
     before_reading(reducers_in(model))
     object.__setattr__(model, _WAS_READ, True)
     yield
 
 
 ShowsMean = methods_inside(_showing, _READERS)
-"""Mixin: methods that read weights get the mean. For backends with one program for all replicas."""
+"""Mixin: methods that read weights get the mean over replicas. For backends with one process for all replicas."""
 
 
 class ResumesLocal(keras.Model):
-    """Mixin: training steps resume from each replica's copies."""
+    """Mixin: each training step resumes from the weights of each replica, not from the mean."""
 
     train_function: Any
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Wrap the training function to resume first."""
+        """Make the training function, and wrap it to restore each replica's weights first."""
         super().make_train_function(*args, **kwargs)
         object.__setattr__(self, _WAS_READ, True)
         if getattr(self.train_function, "func", None) is not _resuming:

@@ -18,18 +18,18 @@ from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
-    """Returns each replica's own gradients, weighted by rows as for uneven batches. In a warm-up, returns their mean.
+    """Returns each replica's own gradients instead of their mean; in the warm-up of local SGD, returns their mean.
 
-    The check for NaN covers this replica's gradients only.
+    Gradients are weighted by the rows of the replica. Each replica checks only its own gradients for NaN.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
-        # No error feedback in a warm-up, because compression errors are those of weights, not of gradients.
+        # A warm-up has no error feedback, because the stored compression errors are those of weights, not of gradients.
         super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Return the gradients of the replica's mean loss, multiplied by `row_share`."""
+        """Return the gradients of this replica's mean loss, multiplied by `row_share`."""
         if self._stage.is_warmup or not step.is_local:
             with self._stage.recording_warmup():
                 return super().reduce(step, comm)
@@ -43,11 +43,11 @@ class OwnGradients(AllReduce):
         if not self._checks_finite:
             return step
         found = check_reduced(grads, step.variables)
-        if own is not None and not isinstance(own, tuple):  # found before clipping, which turns all gradients NaN
+        if own is not None and not isinstance(own, tuple):  # a position, found before clipping makes all NaN
             found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 
     def finish(self, comm: Communicator) -> None:
-        """Assign the mean weights."""
+        """Assign the mean over replicas to the weights."""
         self._stage.before_reading()

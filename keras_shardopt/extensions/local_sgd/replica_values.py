@@ -1,6 +1,7 @@
-"""The mean weights that readers get between local updates, and the storage of per-replica values.
+"""Gives mean weights to code that reads the model between local updates, and restores each replica's weights after it.
 
-`Copies` is for replicas with a copy of each variable; `Rows` adds variables with a row per replica.
+`Copies` is for replicas that have their own copy of each variable. `Rows` is for replicas that share one copy of the
+variables: it adds variables with a row per replica.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Copies:
-    """Per-replica values for replicas with a copy of each variable (processes, devices of a TensorFlow strategy)."""
+    """For replicas with their own copy of each variable: processes, or devices of a TensorFlow strategy."""
 
     def __init__(self, stage: Any, optimizer: CrossShardProtocol) -> None:
         self._stage = stage
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
         self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # variable, its copies, their mean
-        self._count = 0  # the number of updates when shown
+        self._count = 0  # the number of updates at the last `show`
 
     @property
     def is_shown(self) -> bool:
-        """Whether the mean is in place of the weights. False after an update (a custom loop may not call `resume`)."""
+        """Whether weights have the mean now. False after an update, even if a custom loop did not call `resume`."""
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
-        """Replace the copies of all differing variables by their mean."""
+        """Assign the mean over replicas to the variables that can differ, and keep the values of each replica."""
         if self.is_shown:
             return
         positions = self._stage.unsynced()
@@ -49,7 +50,7 @@ class Copies:
         own = [placement.replica_values(variable) for variable in variables]
         means = self._means(variables, own) if variables else []
         for i, mean in zip(positions, list(means)):
-            if trained[i] is not weights[i]:  # round the mean of master weights, instead of averaging rounded ones
+            if trained[i] is not weights[i]:  # use the mean of master weights: it is more precise
                 variables.append(trained[i])
                 own.append(placement.replica_values(trained[i]))
                 means.append(mean.astype(own[-1][0].dtype))
@@ -62,18 +63,18 @@ class Copies:
 
     def _means(self, variables: Sequence[Variable], own: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
         if replicas_are_processes():
-            processes.gather_objects(len(variables))  # raises if another rank makes another call
+            processes.gather_objects(len(variables))  # raises if ranks are in different calls
             values = [ops.convert_to_tensor(variable) for variable in variables]
             means = runtime.communicator(self._optimizer.axis_name).all_reduce(values, "mean")
             return [ops.convert_to_numpy(mean) for mean in means]
         return [_mean(np.stack(copies)) for copies in own]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Restore the copies. If other weights were set in between, keep these and restart from them."""
+        """Restore the values of each replica. If weights were set since `show`, restart from these weights."""
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            # Setting only statistics or counters does not restart.
+            # Replicas do not restart if only statistics or counters were set.
             statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
             is_restart = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
@@ -90,11 +91,11 @@ class Copies:
                     placement.assign_replica_values(reference, [value])
 
     def forget(self) -> None:
-        """Drop the copies."""
+        """Discard the kept values of each replica."""
         self._shown = []
 
     def states(self) -> list[np.ndarray]:
-        """Return the values of all replicas, stacked."""
+        """Return an array per variable: the values of all replicas, stacked on axis 0."""
         own = {id(variable): copies for variable, copies, _ in self._shown if self.is_shown}
         mine = [own.get(id(variable)) or placement.replica_values(variable) for variable in self._variables()]
         if replicas_are_processes():
@@ -103,7 +104,7 @@ class Copies:
         return [np.stack(copies) for copies in mine]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set each replica's values from `states`. Weights are set when training resumes."""
+        """Set each replica's values from the arrays of `states`. `resume` then sets the weights."""
         stage = self._stage
         weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
         weights |= {id(v) for v in [*stage.averages(range(len(stage.references))), *stage.statistics]}
@@ -128,7 +129,7 @@ class Copies:
 
 
 def _variables_of(stage: Any, optimizer: Optimizer) -> list[Variable]:
-    """Return the variables that may differ between replicas, in the order of backups."""
+    """Return the variables that may differ between replicas, in the order in which backups store them."""
     kinds = [*optimizer._trainable_variables, *stage.replica_state, *stage.statistics, *stage.restored]
     return list({id(variable): variable for variable in kinds}.values())
 
@@ -138,10 +139,10 @@ def _counters(stage: Any) -> list[Variable]:
 
 
 class Rows:
-    """Per-replica values in additional variables with a row per replica, for programs with one copy of variables.
+    """For one copy of variables for all replicas (JAX): additional variables that have a row per replica.
 
-    Weights, state of inner optimizers and moving statistics have rows. A trainer updates each replica's row. The
-    model's weights keep the value of the last sync step.
+    Weights, state of inner optimizers and moving statistics have rows. The trainer updates the row of each replica. The
+    weights of the model keep their values of the last sync step until `show`.
     """
 
     is_shown = True
@@ -150,13 +151,13 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        # Counters are equal on all replicas, unless each may skip updates.
+        # Counters need no rows if replicas cannot skip updates, because then they are equal.
         counters = set(map(id, _counters(stage)))
         window = [] if optimizer.accumulation is None else optimizer.accumulation._replica_state
         of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
         self._counters = counters
         self.of: list[Variable] = [*of_each, *window]
-        """The variables with rows, in the order of `stacked`."""
+        """The variables whose values per replica are in `stacked`, in the same order."""
         averages = [*stage.weights(), *stage.averages(range(len(trained))), *trained, *statistics]
         self._averaged = {id(v) for v in averages}
         with empty_name_scope():
@@ -165,18 +166,18 @@ class Rows:
                 for i, v in enumerate(self.of)
             ]
         placement.place(self.stacked, "per_replica")
-        # The model's weights (None: rows are stale) and moving statistics when last shown or resumed.
+        # The weights and moving statistics of the model after the last `show` or `resume`. None: the rows are outdated.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
-        self._has_references = False  # the model has the reference weights (after `resume`), not the mean
+        self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign the mean of rows to weights and statistics, the largest to counters, the first to other variables."""
-        if self._seen is None or not self._has_references:  # already shown, or other weights were set
+        """Assign the mean row to weights and statistics, the largest row to counters, the first row to others."""
+        if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
-        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # these already hold the mean
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # not updated since their sync step
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
@@ -184,7 +185,7 @@ class Rows:
                 variable.assign(_mean(array) if is_mean else largest(array) if is_count else array[0])
         weights = self._stage.weights()
         for i in positions:
-            if trained[i] is not weights[i]:  # round the mean of master weights, instead of averaging rounded ones
+            if trained[i] is not weights[i]:  # use the mean of master weights: it is more precise
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
         self._remember()
         self._has_references = False
@@ -194,11 +195,15 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Fill rows from variables: all if stale, all weights if a weight was set, and statistics that were set."""
+        """Set rows to the values of variables that other code has set.
+
+        If one weight was set, this sets the rows of all weights. If rows are outdated (`forget`), it sets all rows.
+        """
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
-        left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]  # by steps
+        # The weights that sync steps have left in the model.
+        left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]
         is_known = self._has_references and all(map(_is_same, left, now))
         is_known |= not is_stale and all(map(_is_same, self._seen or (), now))
         statistics = zip(self._stage.statistics, self._seen_statistics)
@@ -213,11 +218,11 @@ class Rows:
         self._has_references = True
 
     def forget(self) -> None:
-        """Mark rows as stale, because other values were loaded."""
+        """Mark all rows as outdated, because other values were loaded into the variables."""
         self._seen = None
 
     def states(self) -> list[np.ndarray]:
-        """Return the values of all replicas, stacked; variables without rows repeat their value."""
+        """Return an array per variable: the values of all replicas, stacked on axis 0."""
         rows = dict(zip(map(id, self.of), self.stacked))
         number = self.stacked[0].shape[0]
         everything = _variables_of(self._stage, self._optimizer)
@@ -227,14 +232,14 @@ class Rows:
         ]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Fill the rows from `states`, if the number of replicas is the same."""
+        """Set rows to the arrays of `states`. With another number of replicas, mark rows as outdated instead."""
         stacked = dict(zip(map(id, self.of), self.stacked))
         fits = len(arrays[0]) == self.stacked[0].shape[0]
         trained = {id(v) for v in self._optimizer._trainable_variables}
         for variable, array in zip(_variables_of(self._stage, self._optimizer), arrays, strict=True):
             if fits and id(variable) in stacked:
                 stacked[id(variable)].assign(array)
-            elif id(variable) not in trained:  # trained variables already hold the mean
+            elif id(variable) not in trained:  # the mean was loaded already
                 variable.assign(array[0])
         self._remember()
         self._seen = self._seen if fits else None
@@ -246,12 +251,12 @@ def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether arrays are bitwise equal, including NaN."""
+    """Whether two arrays have the same bits, so NaN equals NaN."""
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 def largest(rows: np.ndarray) -> np.ndarray:
-    """Return the lexicographically largest row of ints: counters, or (replica, position) with -1 for unknown."""
+    """Return the lexicographically largest row of ints, for counters and for pairs (replica, position)."""
     found: np.ndarray = max(rows, key=lambda row: row.ravel().tolist())
     return found
 
@@ -262,5 +267,5 @@ def _mean(rows: np.ndarray) -> np.ndarray:
 
 
 def replicas_are_processes() -> bool:
-    """Whether each replica is a process with its own variables that runs Python in each update (PyTorch)."""
+    """Whether each replica is a process that runs Python in each update (PyTorch), instead of a traced program."""
     return placement.state_sharding == "slices"

@@ -1,7 +1,7 @@
 """The arguments of local SGD.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, after `exclude_from_weight_decay`.
+    `Optimizer._exclude_from_weight_decay` - the keys of variables that `exclude_from_weight_decay` got.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _WARMUP_SYNCS = 5
-"""Default length of the synchronous warm-up with an outer optimizer, in sync intervals."""
+"""With an outer optimizer, the default `warmup` is this number times `every`."""
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -32,9 +32,9 @@ class LocalSGD(Extension):
     """Replicas update with their own gradients, and average their weights periodically. See [docs](../local_sgd.md).
 
     Args:
-        every: int >= 1, or a function of the number of updates so far. Local updates between two sync steps.
+        every: int >= 1, or a function of the number of updates so far: updates per sync step (average of weights).
         outer_optimizer: a Keras optimizer, its name or config, or None (default). In sync steps, it updates the
-            reference weights with the replicas' mean change as gradient (DiLoCo). Usually
+            weights of the last sync step with the mean change of replicas as gradient (DiLoCo). Usually
             `SGD(0.7, momentum=0.9, nesterov=True)`.
         fragments: int >= 1. Number of weight groups with separate sync steps, spread over `every`. Default 1.
         warmup: int >= 0 or None. Number of initial synchronous updates. Default: `5 * every` with an
@@ -107,7 +107,7 @@ class LocalSGD(Extension):
     def check(self, options: CrossShardOptions) -> None:
         """See `Extension.check`."""
         if self.outer_optimizer is not None:
-            _checked(self.outer_optimizer)  # another `CrossShard` may have used it since
+            _checked(self.outer_optimizer)  # perhaps another `CrossShard` uses it now
         others = {
             "`shard_state=True`": options.shard_state,
             "`group_assignment`": options.group_assignment,
@@ -130,7 +130,7 @@ class LocalSGD(Extension):
 
     @property
     def updates_per_sync(self) -> Callable[[Any], Any]:
-        """Function of the number of updates so far (int or tensor): the updates until the next sync step."""
+        """A function of the number of updates so far (int or tensor): the updates until the next sync step."""
         every = self.every
         return every if callable(every) else lambda count: every
 

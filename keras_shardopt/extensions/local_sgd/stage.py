@@ -56,37 +56,37 @@ class LocalUpdates(ExtensionStage):
         outer = settings.outer_optimizer
         copies = [] if outer is None else [outer.from_config(outer.get_config()) for _ in range(self.num_fragments - 1)]
         self.outers: list[OptimizerWrapper] = [] if outer is None else list(map(OptimizerWrapper, [outer, *copies]))
-        """The outer optimizer of each fragment. Its `iterations` count sync steps. Empty without `outer_optimizer`."""
+        """The outer optimizer of each fragment (group of weights). Empty without `outer_optimizer`."""
         self.is_warmup = False
-        """Whether the running or traced update is a warm-up update with reduced gradients."""
+        """Whether the update that runs (or is traced) is a warm-up update, in which gradients are averaged."""
         self._has_trained = False
         self.count: Variable = None
-        """The number of updates."""
+        """The number of updates so far."""
         self.last_syncs: Variable = None
         """The value of `count` at the last sync step of each fragment, shape `(num_fragments,)`."""
         self.num_skipped_syncs: Variable = None
-        """The number of sync steps skipped because the mean was not finite."""
+        """The number of sync steps that were skipped because mean weights were not finite."""
         self.references: list[Variable] = []
         self.fragments: list[list[int]] = []
-        """The positions of the trainable variables of each fragment."""
+        """For each fragment (group of weights with its own sync steps), the positions of its trainable variables."""
         self._file_state: list[Variable] = []
         self.transport = transport_of(options.compression, context)
-        """Averages `reference - weight` over replicas, perhaps compressed."""
+        """Averages `reference - weight` over replicas, with the compression of the optimizer."""
         self.reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
-        """Moving statistics: not trained, averaged over replicas when they are read."""
+        """The moving statistics of the model, which are averaged over replicas when read."""
         self._known_count, self._known_syncs = Known(), Known()
         self.replica_values: Copies | Rows = Copies(self, optimizer)
-        """Stores the replicas' values while readers get the mean weights."""
+        """Keeps the values of each replica while the model has the mean weights."""
         self._num_reported: Variable = None
-        """`num_skipped_syncs` at the last warning. Stored in files, so a restart does not repeat the warning."""
+        """`num_skipped_syncs` at the last warning. It is saved, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        # The collectives of the last run or traced sync step, by fragment; also of statistics and warm-up updates.
+        # The collectives that were last recorded, by fragment for sync steps; also for statistics and warm-up updates.
 
     # -- variables -----------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the reference weights and the state of the outer optimizers, once.
+        """Create the reference weights and the state of the outer optimizers. Later calls do nothing.
 
         Raises:
             ValueError: if there are fewer variables than fragments, or a variable cannot be averaged (float8).
@@ -139,12 +139,12 @@ class LocalUpdates(ExtensionStage):
     @property
     def skips(self) -> bool:
         """Whether a replica may skip an update that other replicas make, so counters differ between replicas."""
-        # With bfloat16 weights, `MixedPrecision` skips no updates. This is fixed when master weights are created.
+        # `MixedPrecision` skips no updates for bfloat16 weights. It decides this when it creates its master weights.
         return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
     def restored(self) -> list[Variable]:
-        """Model variables, other than moving statistics, that a skipped update restores: seeds."""
+        """The model variables that a skipped update restores, without moving statistics. These are seeds."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -154,18 +154,18 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def saved_variables(self) -> list[Variable]:  # type: ignore[override]
-        """The variables that optimizer files hold."""
+        """The variables of this stage that are saved with the optimizer."""
         return list(self._file_state)
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """All state that may differ between replicas. Empty on ranks before the first local update."""
+        """All state that can differ between replicas now. Empty on ranks before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.replica_state, *self.stacked] if may_differ else []
 
     @property
     def replica_state(self) -> list[Variable]:  # type: ignore[override]
-        """The optimizer state with per-replica values."""
+        """The optimizer variables whose values differ between replicas."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
         window = optimizer.accumulation
@@ -193,7 +193,7 @@ class LocalUpdates(ExtensionStage):
     # -- updates -------------------------------------------------------------------------------------------------
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Set `is_warmup` for this update. With a traced count, trace both cases as branches."""
+        """Set `is_warmup`, then proceed. If the count of updates is a traced tensor, trace both cases as branches."""
         warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
@@ -249,15 +249,15 @@ class LocalUpdates(ExtensionStage):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
             written = [*self._optimizer._written(), *self._synced_statistics]
-            # `row_share` differs between the replicas of a program, so it must be an operand of the condition.
+            # `row_share` differs between the replicas of one program, so the branch must get it as an operand.
             shares = [ops.cast(step.row_share, "float32")] if self._synced_statistics and number == 0 else []
-            if shares and updates is not None:  # the rows of a skipped update do not count
+            if shares and updates is not None:  # a replica that skipped its update has weight 0
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
                 shares = [shares[0] * ops.cast(is_made, "float32")]
             runtime.cond(is_due, functools.partial(self._recorded_sync, number, count), shares, written)
 
     def _counted(self) -> Any:
-        """Return the count: an int if Python runs in each update, or a traced tensor."""
+        """Return `count`: an int if Python runs in each update, otherwise a traced tensor."""
         if runtime.version(self.count) is None:
             return ops.copy(ops.convert_to_tensor(self.count))
         return int(self._known_count.of(self.count))
@@ -268,7 +268,7 @@ class LocalUpdates(ExtensionStage):
             self._known_count.note(self.count, count)
 
     def _schedule_syncs(self, count: Any) -> None:
-        """Schedule the first sync step of each fragment after `count` and the warm-up, evenly spaced."""
+        """Set `last_syncs`: the first sync steps come after `count` and the warm-up, evenly spaced."""
         if isinstance(count, int):
             count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments
@@ -276,14 +276,14 @@ class LocalUpdates(ExtensionStage):
         self.last_syncs.assign(ops.stack([ops.cast(first, self.last_syncs.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """Return the number of updates between a sync step at `since` (negative: the first) and the next."""
+        """Return the number of updates from the sync step at update `since` to the next. Negative: none yet."""
         start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
     def set_references(self) -> None:
         """Copy the weights to the reference weights."""
         for reference, weight in zip(self.references, self.weights()):
-            # A copy, because JAX cannot donate the same array twice to a step.
+            # Copy, because a JAX step cannot take (donate) the buffer of one array for two variables.
             reference.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), reference.dtype)))
 
     # -- sync steps ----------------------------------------------------------------------------------------------
@@ -310,12 +310,12 @@ class LocalUpdates(ExtensionStage):
         moved = self._moved(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         if isinstance(count, int):
-            is_finite = bool(is_finite)  # read once, because it waits for the GPU
+            is_finite = bool(is_finite)  # read it once: this waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
-        with self._optimizer.scope_inside.reduced():  # the outer optimizer must not reduce this mean again
+        with self._optimizer.scope_inside.reduced():  # this mean must not be reduced again
             runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])
         if statistics and replicas_are_processes() and not shares[0] > 0:
-            statistics = []  # a rank without rows, or with a skipped update, keeps its statistics
+            statistics = []  # this rank had no rows or skipped its update
         for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
         for i, reference in zip(positions, references):
@@ -334,11 +334,11 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def _synced_statistics(self) -> list[Variable]:
-        """The moving statistics that `_sync` averages. Empty if stacked: the trainer calls `sync_statistics`."""
+        """The moving statistics that `_sync` averages. If they have rows, the trainer averages them instead."""
         return [] if self.stacked else self.statistics
 
     def _check_counts(self, comm: Communicator, count: Any) -> None:
-        """Raise ValueError in a custom training loop if ranks have different update counts."""
+        """Raise ValueError if ranks made different numbers of updates, which a custom training loop can cause."""
         if comm.is_spmd or current_share() is not None:
             return
         counts = ops.convert_to_tensor([count % 512, (count % 512) ** 2], "int32")  # sum < 2**31 up to 8192 replicas
@@ -354,22 +354,22 @@ class LocalUpdates(ExtensionStage):
         return self.transport.means(comm, positions, moved, count)
 
     def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """Average stacked moving statistics after a sync step. A replica with `row_share` 0 keeps its values."""
+        """Average moving statistics that have rows, after a sync step. With `row_share` 0, keep `values`."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
 
     @contextlib.contextmanager
     def recording_warmup(self) -> Iterator[None]:
-        """Record the collectives of a warm-up update."""
+        """Record the collectives that run in this block, as those of a warm-up update."""
         with recording() as self._sent[_WARMUP]:
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives of a sync interval and its number of updates; in a warm-up, of one update.
+        """Return the collectives from one sync step to the next and the number of updates; in a warm-up, of one update.
 
         Args:
-            each: the collectives of every update.
+            each: the collectives that every update sends.
         """
         count = 0 if self.count is None else self.num_updates
         if count <= self._settings.warmup_steps:
@@ -380,7 +380,7 @@ class LocalUpdates(ExtensionStage):
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
-        """Return means over replicas with finite values and `row_share > 0`. If none has, return `values`."""
+        """Return means over the replicas that have finite values and `row_share > 0`. If none has, return `values`."""
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
@@ -400,7 +400,7 @@ class LocalUpdates(ExtensionStage):
                 reference.assign(reference - mean)
 
     def _set_weight(self, i: int, weight: Variable, reference: Variable) -> None:
-        """Assign the reference to a weight, and to the trained variable if the weight is its master weight."""
+        """Assign the reference to a weight, and to the trained variable if this weight is its master weight."""
         weight.assign(ops.cast(ops.convert_to_tensor(reference), dtype_of(weight)))
         if weight.constraint is not None:
             weight.assign(weight.constraint(weight))
@@ -421,21 +421,21 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def weights_differ(self) -> bool:  # type: ignore[override]
-        """Whether replicas have different weights now. Read outside of a step."""
+        """Whether replicas have different weights now. Not for code inside a step."""
         return self.count is not None and not self.replica_values.is_shown and bool(self.unsynced())
 
     @property
     def num_updates(self) -> int:
-        """The number of updates, read outside of a step."""
+        """The number of updates, for code outside of a step."""
         return int(ops.convert_to_numpy(self.count))
 
     @property
     def unsent(self) -> list[Variable]:
-        """This replica's compression errors, added in the next sync step."""
+        """The compression errors of this replica, which the next sync step adds."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def unsynced_statistics(self) -> list[Variable]:
-        """Return the moving statistics that may differ. Sync steps do not equalize all of them."""
+        """Return the moving statistics that can differ between replicas, even after a sync step."""
         return self.statistics if self.num_updates else []
 
     def unsynced(self) -> list[int]:
@@ -445,7 +445,7 @@ class LocalUpdates(ExtensionStage):
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
     def before_reading(self) -> None:
-        """Put the mean over replicas in place of the weights until the next update. Collective over processes."""
+        """Assign the mean over replicas to weights until the next update. All processes must call it."""
         if self.count is not None:
             self._report()
             self.replica_values.show()
@@ -456,13 +456,13 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.resume(begins_epoch)
 
     def restart(self) -> None:
-        """Restart from the current weights, equal on all replicas, as if after a sync step."""
+        """Use the current weights, which must be equal on all replicas, as reference weights, as after a sync step."""
         self.set_references()
         self._schedule_syncs(self.num_updates)
         self.transport.reset()
 
     def stack(self) -> None:
-        """Add a row per replica to each variable, for a trainer with one copy of variables. Later calls do nothing."""
+        """Create the variables with a row per replica, for replicas that share variables. Later calls do nothing."""
         if self.count is not None and isinstance(self.replica_values, Copies):
             self.replica_values = Rows(self, self._optimizer)
 
@@ -473,22 +473,25 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether each replica of one program restores its own state."""
+        """Whether this stage restores the state of skipped updates, as it does if variables have rows."""
         return bool(self.stacked)
 
     @property
     def stacked(self) -> list[Variable]:
-        """The variables with a row for each replica; empty unless `stack` was called."""
+        """The variables with a row per replica. Empty unless `stack` was called."""
         return self.replica_values.stacked
 
     def save_state(self) -> list[np.ndarray]:
-        """Return the counts, and the weights and state of each replica, stacked. Collective over processes."""
+        """Return `count` and `last_syncs`, then each variable that may differ, with all replicas stacked on axis 0.
+
+        All processes must call it.
+        """
         return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_syncs)), *self.replica_values.states()]
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:
-        """Continue from the arrays of `save_state`. The model already holds the mean weights.
+        """Continue from the arrays of `save_state`. The mean weights must already be loaded into the model.
 
-        With a different number of replicas, continue from these mean weights, as after loading a file.
+        With a different number of replicas, all replicas continue from these mean weights.
         """
         count, last, *stacked = arrays
         self.count.assign(count)
@@ -497,9 +500,10 @@ class LocalUpdates(ExtensionStage):
         self.replica_values.take_states(stacked)
 
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Return non-trainable and optimizer values after one replica's step.
+        """Return the values of non-trainable and optimizer variables after the step of one replica.
 
-        If the step skipped its update, restore all of them but counters. The nests have the order of Keras' step.
+        If the step skipped its update, return the values before it, except of counters. `state` and `result` have the
+        order of Keras' training step.
         """
         rollback = self._optimizer._rollback
         if rollback is not None:
@@ -517,7 +521,7 @@ class LocalUpdates(ExtensionStage):
             )
 
     def reset(self) -> None:
-        """Reset state that files do not contain. Called after loading state."""
+        """Reset the state that is not saved in files. Called after other state was loaded."""
         self._has_trained = False
         self.replica_values.forget()
         if self.count is not None:
@@ -530,7 +534,7 @@ _WARMUP = "warmup"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Divide positions into nonempty groups of similar total size: largest first, into the smallest group."""
+    """Divide positions into nonempty groups of similar total size: each, largest first, joins the smallest."""
     groups: list[list[int]] = [[] for _ in range(number)]
     totals = [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

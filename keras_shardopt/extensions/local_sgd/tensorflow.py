@@ -8,7 +8,7 @@ from keras_shardopt.fit.tensorflow.step import TrainStep
 
 
 class LocalStep(TrainStep):
-    """A local SGD step: each replica of the strategy updates its own copies of the variables."""
+    """A step in which each replica of the strategy updates its own copy of each variable."""
 
     averages_statistics = False
 

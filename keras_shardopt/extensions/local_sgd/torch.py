@@ -10,30 +10,30 @@ from keras_shardopt.fit.torch.step import TrainStep
 
 
 class LocalStep(TrainStep):
-    """A local SGD step: each rank continues from its own weights."""
+    """A step in which each rank continues from its own weights."""
 
     def before_step(self, begins_epoch: bool) -> None:
         """See `TrainStep.before_step`."""
         resume_local(self._session.reducers, begins_epoch)
 
     def before_reading(self) -> None:
-        """Assign the mean weights."""
+        """Assign the mean over ranks to the weights."""
         before_reading(self._session.reducers)
 
     def weights_set(self) -> None:
-        """Restart from weights that were set, equal on all ranks, between sync steps."""
+        """Continue from weights that other code has set. They must be equal on all ranks."""
         for local in local_updates_in(self._session.reducers):
             if local.weights_differ:
                 local.restart()
 
     def end_epoch(self, is_call: bool) -> None:
-        """Average buffers, and assign the mean weights in a call of `fit`. Sync steps average moving statistics."""
+        """Average buffers. In a call of `fit`, assign the mean weights. Sync steps average moving statistics."""
         if is_call:
             self._session.look(self._session)
         average(buffers_of(self._session.model), self._session.ranks)
 
     def settle(self) -> None:
-        """Do nothing: `before_reading` has assigned the mean."""
+        """Do nothing, because `before_reading` has already assigned the mean."""
 
     def progress(self) -> list[tuple[int, bool]]:
         """Return the number of updates, and whether the ranks' weights differ."""

@@ -12,13 +12,13 @@ from keras_shardopt.update.trainer_context import current_share
 
 
 class NoiseAverages:
-    """The state of `GradientNoise`. A part is a replica, or a micro-batch of a single replica."""
+    """The averages of `GradientNoise`. A part is the batch of a replica, or a micro-batch of a single replica."""
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
         self._num_parts = self._num_micro_batches = 1
         self._averages: Variable = (0.0, 0.0, 0.0)
-        # With accumulation, sums over the window so far: squared norms (0 with several replicas), and rows.
+        # With accumulation, sums over micro-batches since the last update: squared norms (one replica only), and rows.
         self._window: Variable = None
 
     def check(self, optimizer: Any) -> None:
@@ -30,28 +30,28 @@ class NoiseAverages:
                 '`shard_state`, `extensions`, `group_assignment` or `reduction="sum"`. '
                 f"Received: {optimizer!r}. Remove these options, or `GradientNoise`."
             )
-        window = optimizer._options.gradient_accumulation_steps  # without those of inner optimizers
+        window = optimizer._options.gradient_accumulation_steps  # not of inner optimizers
         self._num_micro_batches = window or 1
 
     def build(self, add_variable: Callable[..., Variable]) -> None:
         """Create the variables."""
-        # Averages of $|G|^2$, $S$, and $S$ times $b$. All start at 0, so their ratios need no bias correction.
+        # Averages of $|G|^2$, $S$ and $S b$ (see `GradientNoise`). All start at 0: ratios need no bias correction.
         self._averages = add_variable(shape=(3,), initializer="zeros", dtype="float32", name="gradient_noise")
         if self._num_micro_batches > 1:
             self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
-        """Add the squared norm of a micro-batch's gradient, and its rows, to the sums of the window."""
+        """Add the squared norm of a micro-batch's gradient, and its rows, to the sums. `starts`: reset these first."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
         self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
     def mean_of_parts(self, square: Callable[[], Tensor], num_replicas: int) -> tuple[Tensor, Tensor]:
-        """Return the mean squared norm of the parts here, and the number of rows per part (0 if unknown)."""
+        """Return the mean squared norm over this replica's parts, and the number of rows per part (0 if unknown)."""
         window: Any = None if self._window is None else ops.convert_to_tensor(self._window)
         has_parts = num_replicas == 1 and window is not None
         self._num_parts = self._num_micro_batches if has_parts else num_replicas
         rows = _num_rows() * self._num_micro_batches
-        if window is not None:  # sums stay 0 if one program accumulates stacked gradients
+        if window is not None:  # sums are 0 if micro-batches run as one program
             rows = ops.where(window[1] > 0, window[1], rows)
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 
@@ -64,15 +64,15 @@ class NoiseAverages:
         self._averages.assign(before + ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before)))
 
     def in_parts(self) -> float:
-        """Return the noise scale in parts; NaN with one part, or if noise hides the gradient. Waits for the device."""
+        """Return the noise scale in parts. NaN with one part, or if the estimate of $|G|^2$ is not positive."""
         return self._ratios()[0]
 
     def in_batches(self) -> float:
-        """Return the noise scale in batches (all rows of an update)."""
+        """Return the noise scale in batches of an update."""
         return self.in_parts() / self._num_parts
 
     def in_rows(self) -> float:
-        """Return the noise scale in rows; NaN if the number of rows is unknown."""
+        """Return the noise scale in rows. NaN if the number of rows is unknown."""
         return self._ratios()[1] or float("nan")
 
     def _ratios(self) -> tuple[float, float]:

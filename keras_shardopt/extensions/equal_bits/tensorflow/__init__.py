@@ -1,4 +1,4 @@
-"""Steps in parts on TensorFlow."""
+"""Training and evaluation steps of `VirtualReplicas` on TensorFlow."""
 
 from keras_shardopt.extensions.equal_bits.tensorflow.step import PartsStep
 

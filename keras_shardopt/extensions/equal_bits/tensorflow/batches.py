@@ -1,6 +1,6 @@
-"""Batches in parts on TensorFlow: each replica receives the rows of its parts, and the row count of the whole batch.
+"""Divides batches into parts on TensorFlow. Each replica gets the rows of its parts, and the row count of the batch.
 
-A strategy would divide a batch differently for each number of replicas.
+A `tf.distribute.Strategy` cannot do it: its division of a batch depends on the number of replicas.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# The structures of batches, by the key of their tensors in a dataset element.
+# The nested structure of each kind of batch, under the key that dataset elements have for its flat list of tensors.
 _SPECS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts. There is at least one row, to run the model on."""
+    """The rows of one replica's parts. If its parts are empty, it has one row, because a model needs one to run."""
 
     batch: Any
     all_rows: tf.Tensor
-    """The number of rows of the whole batch."""
+    """The number of rows of the batch on all replicas together."""
 
     def of_replica(self, num_parts: int) -> Any:
-        """Return the rows of this replica, perhaps none."""
+        """Return only the rows that belong to this replica, perhaps none."""
         context = tf.distribute.get_replica_context()
         replica, each = context.replica_id_in_sync_group, num_parts // context.num_replicas_in_sync
         start, stop = (start_of_part(self.all_rows, num_parts, (replica + i) * each) for i in (0, 1))
@@ -71,7 +71,7 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -
 
 
 def is_divided(data: Any) -> bool:
-    """Whether `divide_dataset` or `divide_batch` created this."""
+    """Whether `divide_dataset` or `divide_batch` created `data`."""
     return isinstance(data, dict) and _ALL_ROWS in data
 
 
@@ -91,7 +91,7 @@ def rows_of(data: Any) -> Rows:
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
-    """Return the first row of a part. If rows do not divide evenly, the first parts have one more."""
+    """Return the index of the first row of a part. If rows do not divide evenly, the first parts have one row more."""
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 

@@ -1,9 +1,9 @@
-"""The TensorFlow step of `VirtualReplicas`: it computes a replica's parts of a batch one after another.
+"""The TensorFlow step of `VirtualReplicas`. A batch has a fixed number of parts; a replica computes its parts in turn.
 
-TensorFlow's graph optimizer (Grappler) rewrites arithmetic depending on its surroundings, so rounding would depend on
-the number of replicas. Therefore each part is a separate function without inlining, and arithmetic rewriting is off
-while the step is traced and run. Changes of metrics and moving statistics are summed in the same binary tree as
-gradients.
+TensorFlow's graph optimizer (Grappler) rewrites an operation depending on the operations around it, so rounding would
+depend on the number of replicas. Therefore each part is a separate function that is not inlined, and Grappler's
+arithmetic rewriting is off while the step is traced and run. Changes of metrics and moving statistics are summed in the
+same binary tree as gradients.
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._compute_loss`, `Trainer._loss_tracker` - the loss and its metric in Keras' steps.
@@ -63,7 +63,7 @@ from keras_shardopt.wrapping.rollback import assign_saved, changed_by_forward_pa
 
 
 class PartsStep(TrainStep):
-    """The step on each of a replica's parts of a batch."""
+    """A step of training or evaluation in which each replica computes its parts of the batch."""
 
     divides_batches = True
 
@@ -72,7 +72,7 @@ class PartsStep(TrainStep):
         """The number of parts of a batch.
 
         Raises:
-            ValueError: if the model or strategy does not support parts.
+            ValueError: if `VirtualReplicas` does not support the model or the strategy.
         """
         model = self.model
         num_parts = num_parts_of(model)
@@ -136,7 +136,7 @@ class PartsStep(TrainStep):
 
 
 def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Call `function(iterator)` with batches in parts, without arithmetic rewriting."""
+    """Call `function(iterator)` with batches divided into parts, and without Grappler's arithmetic rewriting."""
     if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
         iterator = (batch if is_divided(batch) else divide_batch(strategy, batch, num_parts) for batch in iterator)
     with without_rewriting():
@@ -144,7 +144,7 @@ def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callab
 
 
 def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
-    """Run the step on this replica's parts of a batch. `data` has their rows. Return the logs of the batch."""
+    """Run a step on this replica's parts of a batch, whose rows are `data`. Return the logs of the whole batch."""
     share_losses(model)
     replicas = runtime.communicator("")
     tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
@@ -157,7 +157,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
     if trains and not work.variables:
-        warn("The model does not have any trainable weights.")  # as Keras' own step does
+        warn("The model does not have any trainable weights.")  # Keras' own step warns too
     elif trains:
         positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
         found_inf = functools.reduce(first_found, positions) if positions else None
@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call a function of a part for each of this replica's parts. Return the total of its `sums`, and all results."""
+    """Call `function(*place)` for each part. Return the sum of the results' `sums` over parts, and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -179,10 +179,10 @@ def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[
 
 
 class _Work:
-    """Computes a replica's parts of a batch, and combines the variables that the parts change.
+    """Computes a replica's parts of a batch, and combines the values that they compute for variables.
 
-    Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
-    add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
+    A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
+    A moving statistic adds its mean change in the parts with rows. Others get their value after the last part.
     """
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
@@ -203,27 +203,27 @@ class _Work:
         self._returned: list[str] = []
 
     def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return for each part of this replica: its index, its first row in `data.batch`, its number of rows."""
+        """Return a tuple per part of this replica: its index, its first row in `data.batch`, its number of rows."""
         each = parts_of_each(self._num_parts, replicas.num_replicas)
         parts = [tf.convert_to_tensor(replicas.replica_id * each + i) for i in range(each + 1)]
         starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return the function that computes gradients and variable changes of a part. Losses divide by `counted`."""
+        """Return a function that computes the gradients and variable changes of a part. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
             with self._working_on(part, start, rows) as (scope, before, batch):
                 grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
-                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as Keras does
+                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # Keras' step does it too
                 x, y, sample_weight = batch
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Trackers of mean losses count an equal share of the rows for each part, even without rows.
+            # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -234,7 +234,10 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return the function of a part's counts that losses divide by. TensorFlow prunes the rest of the model."""
+        """Return a function that computes the counts (of a mask, for example) of a part that losses divide by.
+
+        It runs the model forward, but TensorFlow prunes all operations that the counts do not need.
+        """
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -246,11 +249,11 @@ class _Work:
 
     @contextlib.contextmanager
     def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
-        """Set up the variables, the losses' share and the random numbers of a part.
+        """Set the variables to their values at the start of a part. Set its random numbers, and its share of losses.
 
         Yields:
-            The scope that records assignments; the values of variables before, by `id`; and the rows of the part. A
-            part without rows gets one row, to run the model on.
+            The scope that records assignments; the values at the start, by `id` of the variable; the rows of the part.
+            A part without rows gets one row, because a model needs one to run.
         """
         here = tf.maximum(rows, 1)
         start = tf.where(rows > 0, start, 0)
@@ -269,7 +272,7 @@ class _Work:
         return y_pred, loss
 
     def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
-        """Return the gradients of a part and their `found_inf`, its loss, and its outputs."""
+        """Return the gradients of a part, their `found_inf`, the loss of the part, and its predictions."""
         if not self._trains:
             y_pred, loss = self._loss(batch)
             return [], None, loss, y_pred
@@ -280,7 +283,7 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # Without rows, `_unless_empty` replaces all results by zeros.
+        # `row_share` has no effect here: the parts without rows get zeros from `_unless_empty`.
         grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
@@ -291,7 +294,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Keep only assigned variables (not frozen weights). Raise ValueError if other variables were assigned."""
+        """Combine only the variables that the part assigned. Raise ValueError if it assigned any other variable."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
@@ -308,15 +311,15 @@ class _Work:
         """Set the state after all parts of all replicas. Return the logs of the batch.
 
         Args:
-            tree: the replicas.
-            changes: the sums of the changes over this replica's parts.
-            same: the values from its last part of variables that are equal on all replicas.
+            tree: sums tensors over replicas.
+            changes: the changes of variables, summed over this replica's parts.
+            same: the final values in this replica's last part of variables that are not floats, such as seeds.
         """
         size = len(self._sums)
         sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
         before, added, moved = sums[:size], sums[size : 2 * size], sums[2 * size :]
         counted = [old + new for old, new in zip(before, added)]
-        # Outside of steps, a metric variable is the sum over replicas: only the first replica gets the total.
+        # Outside of steps, a metric's value is the sum of its copies over replicas, so only the first gets the total.
         is_first = tf.equal(tree.replica_id, 0)
         for variable, total in zip(self._sums, counted):
             variable.assign(tf.where(is_first, total, tf.zeros_like(total)))
@@ -337,14 +340,14 @@ class _Work:
 
 
 def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of a part's index, first row and number of rows to a separate graph, not inlined."""
+    """Trace `of_part(index, start, rows)` as a separate graph that is not inlined, so its rounding stays the same."""
     function = tf.function(of_part, autograph=False, experimental_attributes={"_noinline": True})
     concrete: Callable[..., Any] = function.get_concrete_function(*[tf.TensorSpec((), tf.int32)] * 3)
     return concrete
 
 
 def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors of a part without copies, or zeros if it has no rows."""
+    """Return these tensors of a part, or zeros in their place if the part has no rows."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return list(tensors)
@@ -358,7 +361,7 @@ def _value(variable: Variable) -> Tensor:
 
 @contextlib.contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """Build steps of the model without XLA, because XLA rounds equal operations differently in other programs."""
+    """Build steps of the model without XLA, because XLA rounds the same operation differently in each program."""
     before = model.jit_compile
     if before:
         warn(
@@ -374,7 +377,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 class _CallOptions:
-    """Call options of functions: TensorFlow's (`default`), and without arithmetic rewriting (`modified`)."""
+    """Options for calls of TensorFlow functions: the usual ones, and those without rewriting (`modified`)."""
 
     default: Any = None
     modified: Any = None
@@ -385,13 +388,13 @@ _options = _CallOptions()
 
 @contextlib.contextmanager
 def without_rewriting() -> Iterator[None]:
-    """Optimize functions called in this block without arithmetic rewriting."""
+    """Turn off Grappler's arithmetic rewriting for the functions called in this block."""
     context = tf_context.context()
     options, calls = context._optimizer_experimental_options, context.function_call_options
     if calls is not _options.default:
         _options.default, _options.modified = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.modified  # None: the getter creates them from the options above
+    context.function_call_options = _options.modified  # None: the getter makes them from the options
     try:
         _options.modified = context.function_call_options
         yield
