@@ -19,7 +19,7 @@ import keras
 
 
 def for_backend(table: Mapping[str, str]) -> types.ModuleType | None:
-    """Return the module that a table lists for the current Keras backend, or None.
+    """Return the module that `table`, keyed by backend name, lists for the current Keras backend, or None.
 
     This is the only function that asks Keras for its backend. A new backend is a folder here and a row in each table.
     """

@@ -18,7 +18,10 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class GradientState(enum.Enum):
-    """The state of gradients at the optimizer, with `N` replicas and `g_r` the gradient of replica `r`'s mean loss."""
+    """How far gradients are reduced when they reach the optimizer.
+
+    `N` is the number of replicas, and `g_r` the gradient of replica `r`'s mean loss.
+    """
 
     LOCAL = "local"
     """Replica `r` holds `g_r`. The global mean is an all-reduce mean."""
@@ -34,27 +37,27 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """The evidence for the `gradient_state` of a step, taken from its losses."""
+    """The reasons for or against the detected `gradient_state` of a step, found in the computation of its losses."""
 
     is_of_this_step: bool = True
-    """Whether the evidence comes from this step."""
+    """Whether this step has computed losses that show the state of its gradients."""
 
     doubts: Sequence[str] = ()
-    """Possible problems, each a sentence with a remedy."""
+    """The texts of warnings about possible problems, each with a remedy."""
 
 
 class Communicator(abc.ABC):
-    """The replicas around the caller: facts about them, and collectives on lists of tensors.
+    """The replicas that run the calling code: facts about them, and collectives on lists of tensors.
 
     All replicas make the same calls in the same order. Results have the order of the arguments.
 
     A new backend implements `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`. If replicas
-    are processes, it sets `is_spmd` and `is_multi_process`. Override `split` and `members` if groups need more, and
-    `reduce_scatter`, `all_to_all` and `broadcast` for speed.
+    are processes, it sets `is_spmd` and `is_multi_process`. It overrides `split` and `members` if the defaults do not
+    work for groups, and `reduce_scatter`, `all_to_all` and `broadcast` for speed.
     """
 
     num_replicas: int
-    """The number of replicas, in the world or in one group."""
+    """The number of replicas: of all, or of those in a group made by `split`."""
 
     replica_id: Any
     """This replica's index: an int, or a scalar tensor if one traced program serves all replicas."""
@@ -63,7 +66,7 @@ class Communicator(abc.ABC):
     """Whether one traced program serves all replicas. A `None` gradient is then `None` on all of them."""
 
     is_multi_process: bool = False
-    """Whether some replicas run in other processes, and make the same calls there."""
+    """Whether some replicas run in other processes. Those processes must make the same calls."""
 
     _world: Communicator | None = None
     _groups: Groups | None = None
@@ -108,7 +111,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return the state in which these gradients arrive."""
+        """Return how far these gradients are already reduced."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
@@ -159,7 +162,10 @@ class SingleReplica(Communicator):
 
 
 class GlobalView(Communicator):
-    """Several replicas run by one program, with global gradients. There is no replica to communicate with."""
+    """Several replicas that one program computes together, so gradients are already global. Collectives raise an error.
+
+    `place` completes the error message: the setup in which gradients are global.
+    """
 
     replica_id = 0
 
@@ -186,14 +192,19 @@ _MIN_BUCKET_BYTES = 2**20
 
 
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
-    """Return the size limit of a bucket for `num_bytes`, so all but the last of several can be sent early."""
+    """Return the size limit of a bucket: at most `bucket_bytes`, for gradients of `num_bytes` in all.
+
+    A lower limit gives at least four buckets, unless they would be smaller than 1 MiB. All buckets but the last can
+    then be sent before the backward pass ends.
+    """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 
 
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
-    """Group consecutive positions of `order` into buckets of at most `bucket_bytes`.
+    """Group tensors, in the given order, into buckets of at most `bucket_bytes`. Yield lists of their positions.
 
-    A larger tensor has its own bucket. `num_bytes` has the size of each tensor, and `order` at least one position.
+    `order` has the positions of the tensors, at least one, and `num_bytes` the size of each tensor. A tensor above the
+    limit has its own bucket.
     """
     bucket: list[int] = []
     size = 0

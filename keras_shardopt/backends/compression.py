@@ -12,9 +12,10 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class Compressed(Communicator):
-    """The same replicas, but float32 and float64 are sent and summed as `dtype`, "float16" or "bfloat16".
+    """The replicas of another communicator. Sums and means send float32 and float64 as `dtype`, a half precision.
 
-    With `divides`, each addend is divided by the number of replicas first, so the sum overflows only if the mean does.
+    With `divides`, each replica divides its tensor by the number of replicas before sending. The sum then overflows
+    only if the mean does.
     """
 
     def __init__(self, replicas: Communicator, dtype: str, divides: bool) -> None:
@@ -67,7 +68,7 @@ def dtype_sent(dtype: str, compression: str | None) -> str:
 
 
 def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
-    """Return the divisor of each addend before sending, and the factor of their sum."""
+    """Return the number that divides each replica's tensor before sending, and the number that multiplies their sum."""
     if op == "mean":
         return (num_replicas, 1) if divides else (1, 1 / num_replicas)
     return (num_replicas, num_replicas) if divides else (1, 1)

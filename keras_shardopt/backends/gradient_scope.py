@@ -1,4 +1,4 @@
-"""How gradients arrive at an inner optimizer, as set by its wrappers."""
+"""Facts that wrappers record about the gradients of the optimizers inside them: reduced or not, whole or slices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _lock = threading.Lock()
 
 
 class GradientScope:
-    """The inside of a `CrossShard`, shared by all optimizers in it down to the next `CrossShard`."""
+    """Facts about the gradients inside a `CrossShard`. All optimizers in it share this object, down to the next one."""
 
     def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
         self.outer = outer
-        """The scope around the `CrossShard`."""
+        """The scope that contains the `CrossShard`, or None. Facts of that scope also apply in this one."""
         self._group_axis = group_axis
         self._holds_slices = False
         self._updates_differ = False
@@ -23,12 +23,12 @@ class GradientScope:
 
     @property
     def group_axis(self) -> str | None:
-        """The axis along which reduced gradients still differ, if replicas reduce in groups. Else None."""
+        """If replicas reduce in groups, the name of the axis along which reduced gradients still differ, or None."""
         return self._group_axis if self._group_axis is not None or self.outer is None else self.outer.group_axis
 
     @property
     def holds_slices(self) -> bool:
-        """Whether gradients are this replica's slices. Results computed from them must then be reduced."""
+        """Whether gradients are only this replica's slices. A norm over all elements must then be reduced."""
         return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
 
     @holds_slices.setter
@@ -37,7 +37,7 @@ class GradientScope:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether gradients are each replica's own, so replicas may make different updates."""
+        """Whether gradients are each replica's own. Updates can then differ between replicas."""
         return self._updates_differ or (self.outer is not None and self.outer.updates_differ)
 
     @updates_differ.setter
@@ -53,8 +53,8 @@ class GradientScope:
     def reduced(self) -> Iterator[None]:
         """Mark gradients in this scope as reduced during the block.
 
-        A count, because MirroredStrategy switches between replica threads during an update and adds threads. Replicas
-        enter and leave together.
+        The scope counts open blocks, because MirroredStrategy switches between the threads of replicas during an
+        update, and adds threads. Replicas enter and leave together.
         """
         self._enter(1)
         try:
@@ -63,7 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to wrappers, from the outside in, up to a `CrossShard` with its own scope."""
+        """Assign this scope to wrappers, outermost first. Stop at a `CrossShard`, because it has its own scope inside."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self

@@ -13,22 +13,22 @@ _BACKENDS = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": ("jax", "JAX"),
     "TF_CONFIG": ("tensorflow", "TensorFlow"),
 }
-"""For each variable with the number of connected processes, the backend that reads it."""
+"""For each environment variable with the number of processes to connect, the backend and framework that read it."""
 
 _TASKS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # a batch script of one task also has SLURM_NTASKS
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # not SLURM_NTASKS: a batch script of one task has it too
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),  # Open MPI
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun"),  # MVAPICH
     ("PMI_SIZE", "PMI_RANK", "mpiexec"),  # MPICH, Intel MPI
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
 )
-"""The variables with the number of copies and this copy's index, and the command that starts them."""
+"""Each launcher's variables with the number of copies of the program and the index of this copy, and its command."""
 
 
 def check_joined(num_processes: int, framework: str) -> None:
     """Raise RuntimeError unless `data_parallel()` has connected this process to the others of its job.
 
-    Copies started by `srun` or `mpirun` may be independent, so the first one only warns.
+    Copies of a program started by `srun` or `mpirun` can be independent jobs. For them, the first copy only warns.
     """
     if num_processes > 1:
         return
@@ -68,7 +68,7 @@ def _size_of(variable: str) -> int:
     value = os.environ.get(variable, "")
     if variable != "TF_CONFIG":
         return int(value) if value.isdecimal() else 0
-    # TensorFlow reports its errors.
+    # Ignore errors in TF_CONFIG, because TensorFlow reports them.
     with contextlib.suppress(ValueError, LookupError, AttributeError, TypeError):
         config = json.loads(value)
         if config["task"]["type"] in ("chief", "worker"):  # evaluators and parameter servers do not train

@@ -1,7 +1,7 @@
-"""Finds the caller if Keras does not pass it. Only this file inspects frames of the call stack.
+"""Finds the calling function or object if Keras does not pass it. Only this file inspects frames of the call stack.
 
 In these docstrings, "the caller" is the function that calls the helper. Results depend on the call structure of Keras
-and the frameworks, and a test next to each use checks them.
+and the frameworks, so each use of a helper has a test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def caller_function() -> str:
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
     """Return the `self` of the method that called the caller, or None.
 
-    `further_out` skips frames. With `code`, the method must have this code.
+    `further_out` is the number of frames to skip. With `code`, the result is None unless the method has this code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None
@@ -76,7 +76,7 @@ def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> types.FrameType:
-    # A framework's thread has no user frame. The main thread is then waiting in a user's call.
+    # A thread of a framework has no user frame. The main thread is then waiting in a call by the user's program.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:
@@ -92,4 +92,4 @@ _LIBRARIES = frozenset(
         *("concurrent", "contextlib", "functools", "threading"),
     ]
 )
-"""Packages with frames between the user's program and a warning."""
+"""Packages with frames to skip between the user's program and a warning."""

@@ -24,11 +24,11 @@ from keras.src.trainers import trainer
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer, Variable
 
-# Only PyTorch has layer state outside variables.
+# Only on PyTorch do layers have state outside Keras variables: the buffers of modules.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
-"""Keras' trainer below that of the backend: `Trainer`, and from 3.16 on `BaseTrainer`."""
+"""The base class of the backends' trainers in Keras: `Trainer`, and from 3.16 on `BaseTrainer`."""
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -92,12 +92,12 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return the buffers that must be equal on all ranks now. In an epoch of a prepared model, ranks differ."""
+    """Return the buffers that must be equal on all ranks now: those of a prepared model, except during an epoch."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """Return the per-row state variables in `layer.states`. Keras does not track those of its RNNs."""
+    """Return the state variables in `layer.states`, with a value per row. Keras' RNN layers do not track theirs."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
@@ -128,7 +128,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a method of the class to record its instance first. The wrapper's `scan` is this object's."""
+        """Wrap a method of the class to record its instance first. The wrapper's attribute `scan` is `self.scan`."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,9 +142,10 @@ class Living:
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
-        # Not `gc.get_objects()`: while its list exists, other threads' half-built tuples raise SystemError.
+        # Not `gc.get_objects()`: its list also refers to tuples that other threads are still building. CPython then
+        # raises SystemError in those threads.
         found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-        # All processes need the same order.
+        # Sort, because all processes must list the instances in the same order.
         found.sort(key=lambda thing: (str(vars(thing).get("name", "")), type(thing).__name__))
         self._known.update((id(thing), thing) for thing in found)
 
@@ -196,7 +197,7 @@ def mix_in(model: Any, mixin: type) -> None:
 
 
 def take_out(thing: Any) -> None:
-    """Undo each `mix_in`."""
+    """Undo every `mix_in` of a model."""
     mixins = getattr(type(thing), _MIXINS, ())
     if mixins:
         _set_class(thing, thing.__class__)
@@ -226,7 +227,7 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
     content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
     made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # these methods may hold the model
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # methods in `_OWN` can refer to one model
         _made[(cls, *mixins)] = made
     return made
 
@@ -249,10 +250,13 @@ _HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
 
 
 def set_replica_statistics(model: Any, has_own: bool) -> None:
-    """Record whether this replica has its own moving statistics, if each replica has a copy of the model."""
+    """Record whether this replica's moving statistics (`BatchNormalization`) can differ from those of other replicas.
+
+    Only for backends on which each replica has its own copy of the model.
+    """
     object.__setattr__(model, _HAS_OWN_STATISTICS, has_own)
 
 
 def has_own_statistics(model: Any) -> bool:
-    """Return whether this replica has its own moving statistics."""
+    """Return whether this replica's moving statistics can differ from those of other replicas."""
     return bool(vars(model).get(_HAS_OWN_STATISTICS))

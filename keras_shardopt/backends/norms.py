@@ -10,9 +10,9 @@ from keras_shardopt import numerics
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Tensor, cast, in_float32
 
-# On PyTorch, a call through Keras takes longer than the arithmetic of a small tensor.
+# On PyTorch, call PyTorch directly: a call of `keras.ops` takes longer than the arithmetic of a small tensor.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
-# Masks of a gradient's size are slow to create.
+# These checks avoid `isfinite` of a whole gradient, because its result of the same size is slow to create.
 _finite = for_backend(
     {
         "torch": "keras_shardopt.backends.torch.nonfinite",
@@ -47,7 +47,7 @@ def bounded(values: Tensor, low: float, high: float | None) -> Tensor:
     if _direct is not None:
         found: Tensor = values.clamp(low, high)
         return found
-    # Bounds are tensors to keep the dtype.
+    # Make tensors of the bounds, because numbers could change the dtype.
     values = ops.maximum(values, ops.full_like(values, low))
     return values if high is None else ops.minimum(values, ops.full_like(values, high))
 
@@ -66,7 +66,7 @@ def unstacked(vector: Tensor, length: int) -> list[Tensor]:
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Return a vector of bools: whether all elements of each tensor are finite."""
+    """Return a vector with one bool per tensor: whether all its elements are finite."""
     is_plain = _direct is None or (_direct.are_plain(values) and not any(0 in value.shape for value in values))
     if _finite is None or not is_plain:
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
@@ -75,14 +75,14 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
-    """Return whether one pass shows that all elements are finite. False if it cannot show that."""
+    """Return True if one fast pass shows that all elements are finite. False means unknown."""
     return (
         _finite is not None and _direct is not None and _direct.are_plain(values) and _finite.are_surely_finite(values)
     )
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
-    """Return a scalar bool: whether any element is not finite. None if `largest` is as fast."""
+    """Return a scalar bool: whether any element is not finite. None on backends on which `largest` is as fast."""
     return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite is not None else None
 
 
@@ -94,8 +94,8 @@ def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if _direct is not None and _finite is not None and _direct.are_plain(values):
         found: tuple[Tensor, Tensor] = _finite.largest(values)
         return found
-    # Reductions only: `isnan` and `abs` allocate a second gradient. A norm is NaN exactly if an element is NaN.
-    # Frameworks differ in the maximum of elements with a NaN.
+    # Only reduce, because `isnan` and `abs` would allocate another array of the gradient's size. Detect NaN by the
+    # norm, because frameworks differ in the maximum of an array with NaN. A norm is NaN if and only if an element is.
     each = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
     ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
     return ops.any(ops.isnan(each)), ops.max(ops.stack([cast(end, "float32") for end in ends]))

@@ -10,9 +10,9 @@
 | "skips" | the first optimizer that can skip updates |
 | "randomness" | the first optimizer that is built for several replicas |
 
-Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in is `module:name` within the package. With `()`,
-it is a function that makes the new value from the old one. Each reason names the change in Keras that would end the
-row.
+Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in, the replacement for a target, is `module:name`
+within the package. With `()`, it is a function that makes the new value from the old one. Each reason ends with the
+change in Keras that would make the row unnecessary.
 
 Each framework has another table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
 `Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two more changes are
@@ -84,12 +84,12 @@ def install(use: str) -> None:
     if use in _installed:
         return
     with _lock:
-        if use in _installed:  # by another thread, meanwhile
+        if use in _installed:  # by another thread, while this one waited
             return
         found = list(_found(use))
         for owner, name, new in found:
             setattr(owner, name, new)
-        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # rows of one class share it
+        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # a set: targets of a class share it
             scan()
         _installed.add(use)
 

@@ -13,7 +13,8 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Optimizer, Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
-"""How optimizer state is sharded: by process ("slices"), by copy of a variable, or as a layout over devices."""
+"""How optimizer state is sharded: a slice in each process ("slices"), a slice in each of a mirrored variable's copies
+("copies"), or one array laid out over devices ("layout")."""
 
 Layout = Literal["replicated", "sharded", "per_replica"]
 
@@ -21,10 +22,11 @@ Layout = Literal["replicated", "sharded", "per_replica"]
 class Placement:
     """How variables are placed, and how copies and shards are read and assigned. The defaults fit one replica.
 
-    A new backend with several replicas sets `state_sharding`. It implements `fingerprints`, and rejects setups that
-    would silently train wrongly in `before_build` and `check`. Copies in one program need `replica_values` and
-    `assign_replica_values`, and copies in processes `broadcast_state`. Variables created in a scope need
-    `colocate_with` and `outside_strategy`, and arrays over devices `place`. `dividing_axes` only affects speed.
+    A new backend with several replicas sets `state_sharding` and implements `fingerprints`. In `before_build` and
+    `check`, it rejects setups that would train wrongly without an error. If one program holds several copies of a
+    variable, it implements `replica_values` and `assign_replica_values`; if each process holds one, `broadcast_state`.
+    If variables are created in a scope, it implements `colocate_with` and `outside_strategy`; if arrays lie on several
+    devices, `place`. `dividing_axes` only affects speed.
     """
 
     state_sharding: StateSharding | None = None
@@ -35,11 +37,11 @@ class Placement:
     ) -> None:
         """Called before building an optimizer that reduces gradients for these trainable variables.
 
-        From then on, replicas draw different random numbers in training steps. The `innermost` optimizers reduce
-        nothing while `optimizer.scope_inside` is reduced.
+        Afterwards, replicas draw different random numbers in training steps. The `innermost` optimizers reduce nothing
+        while `optimizer.scope_inside.is_reduced`.
 
         Raises:
-            ValueError: if variables or optimizer were created for fewer replicas, or cannot shard their state.
+            ValueError: if variables or optimizer were created for fewer replicas, or `shards_state` is impossible.
         """
         del variables, optimizer, innermost, shards_state
 
@@ -58,16 +60,16 @@ class Placement:
         del variables, optimizers, is_loaded, shards_state
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """Return a scope that creates variables with this one's placement, even in `outside_strategy`."""
+        """Return a scope in which new variables get the placement of `variable`, even in `outside_strategy`."""
         del variable
         return contextlib.nullcontext()
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Call `function()` without replicas, so creating a variable involves no other process."""
+        """Call `function()` outside any strategy or distribution. It then creates variables without other processes."""
         return function()
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension of each variable that `place(..., "sharded")` divides."""
+        """Return, for each variable, the dimension that `place(..., "sharded")` would divide, or None."""
         return [None for _ in variables]
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
@@ -80,7 +82,7 @@ class Placement:
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """Read the copies in this process, outside a step. A sharded variable returns its first shard."""
+        """Return this process's copies of a variable, outside a step. Of an array in shards, only the first shard."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
@@ -113,7 +115,8 @@ class Placement:
 
         Returns:
             The factor for this replica's first gradients: 1 if all weights were equal. Otherwise 0 on replicas with
-            other weights than the first, and more than 1 on the rest, so the mean is exact.
+            other weights than the first process, because their gradients belong to those, and more than 1 on the
+            rest, so the mean is exact.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ.

@@ -1,4 +1,4 @@
-"""The control plane: the processes of a job, and the Python objects they exchange on the host.
+"""The processes of a job, and the Python objects that they exchange on the host, outside training steps.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.rng_utils.tf` - the TensorFlow that `keras.utils.set_random_seed` imports and seeds.
@@ -41,12 +41,12 @@ class World:
     """Whether `model.fit` needs this setup even after the `with` block."""
 
     forget: Callable[[], None] = lambda: None
-    """Called when the scope is closed for good, not each time it is left. Later code may use one device."""
+    """Called when `data_parallel()` is closed for good, not each time it is left. Later code can use one device."""
 
 
 @contextlib.contextmanager
 def seeding_without_tensorflow() -> Iterator[None]:
-    """Keep `keras.utils.set_random_seed` from importing TensorFlow; one already imported is seeded."""
+    """Keep `keras.utils.set_random_seed` from importing TensorFlow. It still seeds TensorFlow if that is imported."""
     in_keras = rng_utils.tf
     if "tensorflow" not in sys.modules:
         rng_utils.tf = types.SimpleNamespace(available=False)
@@ -57,7 +57,7 @@ def seeding_without_tensorflow() -> Iterator[None]:
 
 
 def different_calls_message(calls: dict[int, str], noun: str, more: str = "") -> str:
-    """Return the error message for processes or ranks that make different calls, given by number."""
+    """Return the error message for processes or ranks that make different calls. `calls` maps each number to a call."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
@@ -74,10 +74,10 @@ def plural(noun: str) -> str:
 def check_same_calls(
     kinds: Iterable[int], call: str, gather_letters: Callable[[list[int]], list[list[int]]], noun: str
 ) -> None:
-    """Raise ValueError on all processes if `kinds`, a number for each process's call, differ.
+    """Raise ValueError on all processes if they make different calls. `kinds` has a number for each process's call.
 
-    They first exchange descriptions: `gather_letters` gathers equal-length lists of character codes. `call` follows
-    "rank 0".
+    For the error, processes then exchange descriptions. `call` describes this process's call, in words that follow
+    "rank 0". `gather_letters` gathers lists of character codes, of equal lengths.
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -93,7 +93,7 @@ def gather_pickled(
 ) -> list[Any]:
     """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
-    `gather_length` gathers one int, and is called first; `gather` by default.
+    `gather_length` gathers one int per process: the length, before the data. By default, `gather` does.
     """
 
     def gathered() -> list[Any]:
@@ -107,7 +107,7 @@ def gather_pickled(
         rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
-    # In a new thread, because this one may be inside a replica context or a trace.
+    # Gather in a new thread, because this one can be inside a replica context or a trace.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(gathered).result()
 
@@ -121,7 +121,7 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait as `Processes.barrier` does, without a collective that other processes could mismatch.
+    """Wait as `Processes.barrier` does, without a collective, because other processes could pair it with another one.
 
     `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
     and this one's index, and `noun` "process" or "rank".
@@ -157,11 +157,11 @@ class Processes:
     """Whether processes initialize different weights; `Placement.broadcast_state` then copies them."""
 
     def creates_variables_collectively(self) -> bool:
-        """Whether all processes create each variable together. Different optimizers would then hang."""
+        """Return whether processes communicate to create a variable. Different optimizers would then make them hang."""
         return False
 
     def num_replicas(self) -> int:
-        """Return the number of replicas of a training step built here."""
+        """Return the number of replicas of a training step that is built in the current scope."""
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -177,7 +177,7 @@ class Processes:
         return {}
 
     def process(self) -> tuple[int, int]:
-        """Return the number of processes that load data and this process's index, also outside `open`."""
+        """Return the number of processes that load data, and this process's index. Works also outside `open`."""
         return 1, 0
 
     @contextlib.contextmanager
@@ -191,5 +191,5 @@ class Processes:
         yield World()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in order. All processes call it, possibly during a trace."""
+        """Return the values of all processes, ordered by index. All processes must call it. A trace can call it too."""
         return [value]

@@ -61,10 +61,10 @@ class Runtime:
     ) -> None:
         """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
 
-        `update` assigns only `variables`. If it `communicates`, it may reduce over replicas. The condition is then
-        equal on all replicas, and `update` reads no per-replica tensors but `grads`. With `apart`, the condition is per
-        replica, and `update` reduces nothing. With `mostly`, the condition is usually true, so a compiled program may
-        always compute the update.
+        `update` assigns only `variables`. With `communicates`, it can reduce over replicas. The condition must then be
+        equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. With `apart`, each
+        replica has its own condition, and `update` reduces nothing. With `mostly`, the condition is usually true, so a
+        compiled program can compute every update and discard the result if the condition is false.
         """
         del variables, communicates, apart, mostly
         # `bool(condition)` would add a graph break in torch.compile.
@@ -74,7 +74,9 @@ class Runtime:
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
-        """Raise if a scalar bool tensor is true. Frameworks that cannot raise inside a step check concrete values only.
+        """Raise an error if a scalar bool tensor is true.
+
+        Frameworks that cannot raise errors inside a compiled step check only values outside it.
 
         Args:
             condition: equal on all replicas.
@@ -91,11 +93,11 @@ class Runtime:
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
-        """Call `function` with each replica's entry of a nest of stacked tensors.
+        """Call `function` on each replica, with its entries of stacked tensors, in nested lists and dicts.
 
-        `function` returns a list of tensors, a nest that is equal on all replicas, and a nest of per-replica tensors,
-        stacked in the result. `axes` gives the dimension along which each tensor of the list is a slice; None for a
-        full tensor.
+        `function` returns a list of tensors, a nest that is equal on all replicas, and a nest of per-replica tensors.
+        The result stacks the last. `axes` has, for each tensor of the list, the dimension along which a replica returns
+        a slice, or None if it returns the full tensor.
         """
         del function, stacked, axes
         raise NotImplementedError("This Keras backend does not stack per-replica tensors.")
@@ -104,7 +106,7 @@ class Runtime:
     """Whether steps are traced as pure functions, so inner optimizers run in `stateless_apply`."""
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a scope for immediate assignments, even during a trace."""
+        """Return a scope in which assignments happen at once, even during a trace."""
         return contextlib.nullcontext()
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
@@ -116,21 +118,21 @@ class Runtime:
         return function(*args)
 
     def is_cheap_to_read(self, tensor: Tensor) -> bool:
-        """Return whether reading values neither waits for a device nor splits a compiled step."""
+        """Return whether Python can read the values without waiting for a device or splitting a compiled step."""
         del tensor
         return True
 
     def version(self, variable: Variable) -> int | None:
-        """Return a number that each assignment changes, without a device sync. None if steps do not run Python."""
+        """Return a number that each assignment changes, without waiting for a device. None if steps run no Python."""
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Add a tensor, or nothing, to each variable of this replica. If `starts` is true, assign instead.
+        """Add a tensor, or nothing for None, to each variable. If `starts` is true, assign it, or zeros, instead.
 
-        `variables` may be tensors if Python runs in each step.
+        `variables` can be tensors if Python runs in each step.
         """
         for variable, value in zip(variables, values):
-            # One pass, and an assignment instead of a product: NaN times zero is NaN.
+            # Choose between two values. A product with zero would not clear NaN, because NaN times zero is NaN.
             before = ops.convert_to_tensor(variable)
             first = ops.zeros_like(before) if value is None else value
             variable.assign(ops.where(starts, first, before if value is None else before + value))

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 class ScopeInScope(keras.StatelessScope):
-    """A scope that reads unmapped variables from its enclosing scope and records assigned variables."""
+    """A stateless scope that reads variables without a mapping from the enclosing scope, and records assignments."""
 
     def __init__(self, state_mapping: Any) -> None:
         super().__init__(list(state_mapping), collect_losses=True)
@@ -39,7 +39,7 @@ class ScopeInScope(keras.StatelessScope):
 def assigning_nothing(who: str) -> Iterator[None]:
     """Raise ValueError if the block assigns a variable, because all replicas share variables.
 
-    `who` is the code in the block, as the error names it.
+    `who` names the code in the block, for the error message.
     """
     with ScopeInScope(()) as scope:
         yield

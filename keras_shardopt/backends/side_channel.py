@@ -28,7 +28,7 @@ from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast
 NUM_MARKS = 20
 
 NUM_FLAGS = NUM_MARKS + 2
-"""The number of flags, not counting one per gradient."""
+"""The number of flags in addition to one per gradient."""
 
 _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
 
@@ -42,7 +42,7 @@ class SideChannel:
     """The trainable variables, equal on all replicas."""
 
     present: Sequence[bool]
-    """Whether this replica has a gradient, for each variable."""
+    """For each variable, whether this replica has a gradient."""
 
     trained: Sequence[bool] | None = None
     """Whether this replica trains each variable. None if it trains all."""
@@ -51,12 +51,12 @@ class SideChannel:
     """Whether this replica still trains. False if it has ended training."""
 
     more: Sequence[bool] = ()
-    """Additional flags."""
+    """Additional flags of the caller."""
 
     def flags_on_host(self) -> np.ndarray:
         """Return the flags on the host, as float32."""
         flags = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
-        return np.array(flags, "float32")  # not `convert_to_tensor`: Keras checks each element of a list
+        return np.array(flags, "float32")  # `convert_to_tensor` is slower: Keras checks each element of a list
 
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
         """Return a flat tensor to be summed over replicas: the flags, then any other numbers."""
@@ -66,7 +66,7 @@ class SideChannel:
     def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
         """Return the flags of all replicas and the `numbers`, from the result of `pack` reduced with `op`.
 
-        Flags are None if reading them would wait for a device, this replica has all gradients, and not `must_read`.
+        Flags are None without `must_read` if this replica has all gradients, and reading flags would wait for a device.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]
@@ -84,14 +84,14 @@ class ReceivedFlags:
 
     own: SideChannel
     counts: Sequence[float]
-    """On how many replicas each flag is set. Approximate: half precision may have summed them."""
+    """The number of replicas on which each flag is set. Approximate, because flags can be summed in half precision."""
 
     all_read: bool
     """Whether all replicas read the flags, and can therefore communicate again."""
 
     @property
     def present(self) -> list[bool]:
-        """Whether any replica has a gradient, for each variable."""
+        """For each variable, whether any replica has a gradient."""
         return [count > 0 for count in self.counts[: len(self.own.present)]]
 
     @property

@@ -43,7 +43,7 @@ def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
         process: the number of processes, and the index of this one.
     """
     num_processes, index = process
-    if size < num_processes:  # one file holds small arrays
+    if size < num_processes:  # process 0 saves such a small array whole
         return (0, size if index == 0 else 0)
     return size * index // num_processes, size * (index + 1) // num_processes
 
@@ -56,12 +56,12 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     return OwnParts(array.shape, str(array.dtype), parts)
 
 
-# Backends with arrays that lie on several processes. Their modules import the names above.
+# On these backends, one array can lie on several processes. The import is here because they import the names above.
 _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 
 def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Copy the part of a variable that this process saves to the host. Together they contain each element once.
+    """Copy to the host the part of a variable that this process saves. All processes' parts contain each element once.
 
     Args:
         variable: the variable, of which each process has a copy by default.
@@ -78,7 +78,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
 
 
 def assign_stored(variable: Variable, array: Any) -> None:
-    """Assign an array of a checkpoint, which reads the elements that a caller uses."""
+    """Assign an array of a checkpoint to a variable. The array reads only the elements that are used from files."""
     if _arrays is not None:
         _arrays.assign_stored(variable, array)
     else:

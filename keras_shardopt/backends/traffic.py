@@ -28,7 +28,7 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """The bytes that each replica sends in a ring."""
+        """The bytes that each replica sends if the collective passes data along a ring of replicas."""
         others, size = self.num_replicas - 1, self.num_replicas
         factors = {"all_reduce": 2 * others / size, "all_gather": others}
         return self.num_bytes * factors.get(self.kind, others / size)
@@ -39,7 +39,7 @@ _open: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Collective]]:
-    """Collect the collectives of a block. For a traced step, those of its trace."""
+    """Collect the collectives that the block calls. A compiled step calls them only while it is traced."""
     found: list[Collective] = []
     token = _open.set(found)
     try:
