@@ -63,7 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to wrappers, outermost first. Stop at a `CrossShard`, because it has its own scope inside."""
+        """Assign this scope to wrappers, outermost first. Stop at a `CrossShard`: inside it, its own scope holds."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self

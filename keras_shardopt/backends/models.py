@@ -142,8 +142,8 @@ class Living:
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
-        # Not `gc.get_objects()`: its list also refers to tuples that other threads are still building. CPython then
-        # raises SystemError in those threads.
+        # The list of `gc.get_objects()` would also refer to tuples that other threads are still building. CPython would
+        # then raise SystemError in those threads.
         found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
         # Sort, because all processes must list the instances in the same order.
         found.sort(key=lambda thing: (str(vars(thing).get("name", "")), type(thing).__name__))

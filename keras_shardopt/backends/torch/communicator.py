@@ -31,10 +31,10 @@ from keras_shardopt.backends.traffic import Kind, note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
-"""The size limit of a flat bucket, as in PyTorch's DDP."""
+"""The size limit of a bucket, the memory of gradients that are sent together. It is that of PyTorch's DDP."""
 
 
-# Renamed in PyTorch 2.13; the old names warn.
+# PyTorch 2.13 renamed these functions, and the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,11 +48,11 @@ class TorchProcessGroup(Communicator):
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
-        # Weak, because a group that outlives `destroy_process_group` crashes the interpreter at exit.
+        # A weak reference, because a group that outlives `destroy_process_group` crashes the interpreter at exit.
         self._default_group = weakref.ref(dist.group.WORLD)
         self._process_group: Any = None
         self._groups_by_ranks: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
-        # Variables already searched for in DDPs, by id because tensors compare element by element.
+        # The DDP found for each variable, or None. The key is the id, because tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
         self._num_failures = 0
         self._failures_taken: set[str] = set()
@@ -77,7 +77,8 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def report_failure(self, words: str, first_member: int) -> None:
-        # No collective, because other groups are elsewhere in their programs. Members of a group count equally.
+        # A collective is impossible, because other groups run other code now. All members of a group count the same
+        # failures, so they write the same id.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         report_failure(f"{first_member}/{self._num_failures}", words)
@@ -99,7 +100,7 @@ class TorchProcessGroup(Communicator):
         return group is not None and group is dist.group.WORLD
 
     def forget_groups(self) -> None:
-        """Release the groups: they are destroyed with the default one."""
+        """Release the groups that `split` made, because they are destroyed with the default group."""
         self._groups_by_ranks.clear()
 
     @torch.compiler.disable
@@ -173,7 +174,7 @@ class TorchProcessGroup(Communicator):
         with naming_missing_ranks(under_way):
             work, result = self.begin(kind, tensors)
             under_way.append(work)
-            del work  # or this frame would hold it after a failure
+            del work  # or this frame would hold it after a failure, and keep its connections open
             wait_for(under_way[0])
         return result()
 
@@ -235,10 +236,10 @@ class TorchProcessGroup(Communicator):
                     )
         equal = self._take_from_root(weights)
         self._take_from_root(state)
-        # Ranks may have different other models alive. Copy these only if all ranks agree.
+        # `others` can belong to different models on different ranks. Copy them only if shapes and dtypes are equal.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others)
-        seed_per_rank(self.world, [])  # again, because the program may have seeded PyTorch's generator since
+        seed_per_rank(self.world, [])  # repeated, because the program can have seeded PyTorch after the first call
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with naming_missing_ranks():
             dist.all_reduce(num_equal, group=self._process_group)
@@ -283,7 +284,7 @@ class TorchProcessGroup(Communicator):
         return bool(model.trainable_variables) and all(map(self.is_reduced_by_ddp, model.trainable_variables))
 
     def has_found_no_ddp(self, variable: Variable) -> bool:
-        """Return whether a search has found no DDP of this variable."""
+        """Return whether an earlier search found that no DDP contains this variable."""
         tensor = _tensor(variable)
         known = self._ddp_of.get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] is None
@@ -291,7 +292,7 @@ class TorchProcessGroup(Communicator):
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            # A parameter has no reference to its DDP, and Keras may wrap the model elsewhere.
+            # Search all DDPs, because a parameter has no reference to its own, and Keras can create one anywhere.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known

@@ -1,4 +1,4 @@
-"""PyTorch's DDP: which gradients it has reduced, and when Keras creates one.
+"""PyTorch's `DistributedDataParallel` (DDP): which gradients it has reduced, and when Keras creates one.
 
 Private names of Keras touched here (a test holds each of them):
     `Model._initialize_ddp` (Keras 3.16 and later) - wraps the model in a DDP.
@@ -29,7 +29,7 @@ _ddps = Living(DistributedDataParallel)
 
 
 def noting_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap DDP's constructor to record forward passes. `scan` adds the existing DDPs."""
+    """Wrap DDP's constructor to record forward passes. The wrapper's `scan` adds the DDPs that already exist."""
     noting = _ddps.noting(init)
 
     def scan() -> None:
@@ -54,7 +54,7 @@ _INITIALIZE_DDP = getattr(keras.Model, "_initialize_ddp", None)
 
 
 def _initialize_ddp(model: Any, ranks: Any) -> None:
-    """Replaces Keras' method, and creates no DDP for weights with gradients reduced here."""
+    """Replaces Keras' method. Creates no DDP for weights if this package reduces their gradients."""
     assert _INITIALIZE_DDP is not None
     if ranks is None or not any(ranks.has_found_no_ddp(variable) for variable in model.trainable_variables):
         _INITIALIZE_DDP(model)

@@ -17,7 +17,7 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 CALL = "reduces the gradients of an update"
-"""The announcement of this call."""
+"""The description of a rank that reduces gradients, as errors name it."""
 
 
 @dataclasses.dataclass
@@ -25,38 +25,38 @@ class FlatBucket:
     """Gradients that are reduced together."""
 
     places: list[int]
-    """The positions of its variables, in memory order."""
+    """The positions of its variables, in the order of their gradients in memory."""
 
     flat: Tensor
     views: dict[int, Tensor]
-    """The part of `flat` for each gradient."""
+    """The part of `flat` for each gradient, by position."""
 
     wide: Tensor
     results: dict[int, Tensor]
-    """The views after the reduction, in the dtype of the variables. Separate memory if another dtype is sent."""
+    """The reduced gradients, by position: parts of `wide`, a copy of `flat` in the variables' dtype if that differs."""
 
     divisor: int
     factor: float
-    """The divisor of gradients before sending, and the factor of their sum."""
+    """The number that divides gradients before sending, and the number that multiplies their sum."""
 
     num_missing: int = 0
-    """The number of gradients not yet computed."""
+    """The number of gradients that the running backward pass has not yet computed."""
 
     can_resend = True
-    """Whether gradients remain after sending, and can be sent again."""
+    """Whether gradients still exist after sending, and can be sent again."""
 
     num_under_way = 2**31
-    """The maximum number of pending buckets."""
+    """The maximum number of buckets that are sent and not yet received."""
 
     transfer: Any = None
-    """The `Transfer` of this reduction, if buckets need one."""
+    """The object that encodes gradients in the current reduction (`update/transport.py`). None without a codec."""
 
     failure: str = ""
     """A description of a failure on this rank before sending."""
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collective that sends it, and a tensor of the same size."""
+        """The collectives that send this bucket, each with tensors of the sizes that it sends."""
         return [("all_reduce", [self.flat])]
 
     @property
@@ -65,19 +65,19 @@ class FlatBucket:
         return self.flat, self.wide
 
     def local_nonfinite(self) -> list[int]:
-        """Return no variables: the gradients themselves still exist."""
+        """Return no positions: the caller can check the gradients, because they still exist after sending."""
         return []
 
     @property
     def flags(self) -> Tensor:
-        """The flags sent. After the reduction, their sums."""
+        """This rank's flags (`side_channel.py`). After the reduction, the sums of all ranks' flags."""
         return self.flat[self.wide.numel() :]
 
     def open(self) -> None:
-        """Nothing to do: it has its own memory."""
+        """Nothing to do: this bucket has its own memory."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Copy a gradient, or zeros for None, into the memory."""
+        """Copy a gradient times `weight`, or zeros for None, into the bucket."""
         view = self.views[i]
         if grad is None:
             view.zero_()
@@ -123,7 +123,7 @@ def flat_buckets(
 ) -> list[FlatBucket]:
     """Return the buckets of these tensors. The last bucket has space for the flags at its end."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # Buckets are sent in the order of becoming full.
+    # Sort buckets in the order in which a backward pass fills them, because they are sent in this order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):

@@ -17,7 +17,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 def values_of(variables: Sequence[Variable]) -> list[Tensor]:
-    """Return the tensor of each variable. Keras' property is slower: it checks for scopes each time."""
+    """Return the tensor of each variable. Keras' `value` is slower, because it checks for scopes for each variable."""
     if in_stateless_scope() or get_autocast_scope() is not None:
         return [variable.value for variable in variables]
     held = [variable._value if type(variable) is keras.Variable else None for variable in variables]

@@ -18,12 +18,15 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @torch.no_grad()
 def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
-    """Assign current values to stand-ins, given as: stand-in, variable, start and end of its flat slice."""
+    """Give stand-ins, variables that each hold a slice of a weight, the current values of the weights.
+
+    Each part is a stand-in, its weight, and the start and end of the slice in the flattened weight.
+    """
     own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
     for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
         if whole.is_contiguous():
-            # Share memory, so updating the slice updates the weights. Repeat each time, because a module may have moved
-            # to other memory.
+            # Share memory, so updating the slice updates the weight. Repeat this in each update, because `Module.to` or
+            # the like can have moved the weight to other memory.
             part.data = whole.data.view(-1)[start:stop]
         else:
             part.copy_(whole.reshape(-1)[start:stop])
@@ -52,7 +55,7 @@ class Together:
 
     @torch.no_grad()
     def flat(self) -> Tensor | None:
-        """Return the memory, after moving weights into it if needed. None if weights share other memory."""
+        """Return the memory, after moving weights into it if needed. None if weights share memory with others."""
         tensors = values_of(self._variables)
         if self._flat is not None and _lie_in(self._flat, tensors):
             return self._flat
@@ -70,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a separate zero tensor of this size, with `own` in the given row."""
+        """Return a new tensor of this size: zeros, and `own` in the given row, the slice of one rank."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made

@@ -17,7 +17,7 @@ from keras_shardopt.numerics import Tensor
 
 
 class Buffer(keras.Variable):
-    """A buffer of a module as a non-trainable variable, even after its tensor is replaced. No layer lists it."""
+    """A buffer of a PyTorch module as a non-trainable variable. It reads and assigns the module's current tensor."""
 
     def __init__(self, module: torch.nn.Module, name: str, path: str) -> None:
         self._module = weakref.ref(module)
@@ -26,7 +26,7 @@ class Buffer(keras.Variable):
         self._path = path
 
     def _initialize(self, value: Tensor) -> None:
-        """Keep the buffer's value."""
+        """Do nothing: the buffer has a value already."""
 
     @property
     def _value(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Finite checks on PyTorch, in few calls that only reduce.
 
-Masks of a gradient's size are slow to create. Instead, check the smallest and largest element, which are NaN if any
-element is, or a sum.
+`isfinite` of a gradient would create a tensor of the gradient's size, and that is slow. Instead, these functions check
+the smallest and largest element (both NaN if any element is), or a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CACHED = 2**20
 
 
 def is_sum_finite(value: Tensor) -> Tensor:
-    """Return whether the sum of squares is finite, a scalar bool tensor. False also on overflow."""
+    """Return a scalar bool tensor: whether the sum of squares is finite. It is False also if the sum overflows."""
     flat = value.reshape(-1)
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.to(torch.float32)
@@ -25,7 +25,7 @@ def is_sum_finite(value: Tensor) -> Tensor:
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
-    """Return whether all elements are known to be finite, without waiting for a device. False if unknown."""
+    """Return True if one fast pass, without waiting for a device, shows that all elements are finite. Else False."""
     is_readable = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
     if not values or not is_readable or torch.compiler.is_compiling():
         return False
@@ -43,7 +43,7 @@ def first_not_finite(grads: Gradients) -> int:
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements of each tensor are finite. No tensor may be empty."""
+    """Return a vector with one bool per tensor: whether all its elements are finite. No tensor may be empty."""
     lows, highs = _extremes_of(values)
     return lows.isfinite() & highs.isfinite()
 

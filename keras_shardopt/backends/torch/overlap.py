@@ -1,17 +1,18 @@
 """Reduces gradients during the backward pass.
 
-Gradients are sent in flat buckets, in the order in which a backward pass computes them. A full bucket is sent at once.
-The last bucket waits for the end of the backward pass and carries the flags of this rank's gradients. After
-`loss.backward()`, `.grad` is global.
+Gradients are sent in flat buckets: blocks of memory, filled in the order in which a backward pass computes gradients. A
+full bucket is sent at once. The last bucket waits for the end of the backward pass, because it also sends flags that
+show which gradients this rank has. After `loss.backward()`, `.grad` is global.
 
-`reduce` at the end sends the same buckets, so each rank decides at each step when to send. It sends early only in the
-step of Keras' trainer, which calls `scale_loss`, `backward` and `apply` in this order.
+If a rank sends nothing during the backward pass, `reduce` sends the same buckets afterwards. In each step, each rank
+can therefore decide when to send. It sends early only in the step of Keras' trainer, because that calls `scale_loss`,
+`backward` and `apply` in this order.
 
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
 `.grad` is then NaN. A later gradient of the same variable is sent separately and added.
 
-With accumulation, only the last micro-batch sends: the mean of all. Finite checks take one sum per bucket. If a sum is
-not finite, all ranks together check each gradient.
+With accumulated gradients, a rank sends only in the last micro-batch: the mean of all. Finite checks take one sum per
+bucket. If a sum is not finite, all ranks together check each gradient.
 
 Private names of Keras touched here (a test holds them):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of
@@ -53,13 +54,14 @@ class Buckets:
 
     Args:
         ranks: the ranks of the default process group (`TorchProcessGroup`).
-        variables: all trainable variables that may have gradients.
+        variables: all trainable variables that can have gradients.
         takes_mean: whether sums are divided by the number of ranks.
         bucket_bytes: the size limit of a bucket. A larger gradient has its own bucket.
         compression: None, "float16" or "bfloat16", the dtype of float32 and float64 when sent and summed.
         checks_finite: whether to find non-finite gradients.
-        slices: the slices of each rank, or None.
-        made: a function that creates other buckets or None, and one that begins a `Transfer` for each reduction.
+        slices: with sharded state, the slices of each rank. Otherwise None.
+        made: for coded gradients, a function that creates the buckets, and one that makes a `Transfer`, the coding of
+            one reduction, for each reduction. (None, None) otherwise.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Buckets:
         self._ranks = ranks
         make, self._begin_transfer = made
         self.transfer: Any = None
-        """The `Transfer` of the last `reduce`, until `release`. None for plain buckets."""
+        """The `Transfer` of the last reduction, until `release`. None if gradients are not coded."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
         """`Step.found_inf` of the gradients last returned by `reduce`. None without `checks_finite`."""
@@ -101,7 +103,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates from these gradients. If it differs between ranks, a rank has skipped an update.
+        # The number of updates from gradients of this object. If ranks differ, one of them has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -114,8 +116,8 @@ class Buckets:
                 f"{failure}. Restart the job."
             )
         if self._num_sent % len(self._buckets):
-            # The previous backward pass ended with an error. Other ranks wait for its remaining gradients. If they can,
-            # they then repeat the reduction along with the next gradients of this rank.
+            # This rank's previous backward pass failed, and other ranks still wait for its remaining buckets. Send
+            # them. If gradients can be sent again, other ranks then repeat theirs along with this rank's next ones.
             self._was_late, self._has_lost = True, not self._can_resend
             self._reduced([False] * len(self._variables), [None] * len(self._variables), None)
         self._forget()
@@ -131,7 +133,7 @@ class Buckets:
         self._returned: list[Tensor | None] = []
         self._window: Window | None = None
 
-    # `torch.compile` would guard on the registry of `weakref.finalize`.
+    # Use `__del__`, because `torch.compile` would guard on the registry of `weakref.finalize`.
     def __del__(self) -> None:
         _remove_hooks(getattr(self, "_hooks", []))
 
@@ -141,10 +143,10 @@ class Buckets:
     # -- during the backward pass ------------------------------------------------------------------------------------
 
     def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
-        """Send gradients during the backward pass of `loss`, if Keras' `train_step` called this `scale_loss`.
+        """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
-        `counts` is false if this rank has no rows and sends zeros. In the last of several micro-batches, `window` maps
-        a gradient, or None, to the gradient of all of them.
+        `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, `window` is given in the
+        last micro-batch: it maps its gradient of a variable, or None, to that of all micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -167,15 +169,16 @@ class Buckets:
             return
         self._begin()
         parameters = values_of(self._variables)
-        # layers may be frozen or unfrozen between steps
+        # Compare in each step, because layers can be frozen or unfrozen in between.
         trainable = [parameter.requires_grad for parameter in parameters]
         if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
             self._add_hooks(parameters, trainable)
         if any(parameter.grad is not None for parameter in parameters):
             return  # the program accumulates gradients
         if not self._can_resend and (self._has_other_hooks() or exchanges_statistics()):
-            # Hooks need the gradients in place. And a bucket waits here for the previous one from all ranks, while a
-            # rank that sends at the end may wait for this rank in a layer.
+            # Send after the backward pass. Other hooks read `.grad`, and sending early would free it. With layers that
+            # exchange statistics, ranks could wait for each other: this one for a bucket of a rank that sends later,
+            # and that one for this rank's statistics.
             return
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
@@ -202,7 +205,7 @@ class Buckets:
         bucket = self._bucket_of[i]
         # A second gradient, or a nested backward pass (reentrant checkpoints): `.grad` is complete only at the end.
         if i in self._taken or torch._C._current_graph_task_id() != self._task:
-            self._was_late |= self._can_resend  # otherwise only a remainder at the end is late
+            self._was_late |= self._can_resend  # if gradients are freed, `_late_gradients` finds the late ones
             return
         assert parameter.grad is not None
         self._taken[i] = (parameter.grad if self._can_resend else None), parameter.grad._version
@@ -233,7 +236,7 @@ class Buckets:
             return [self._of_window(i, grad) for i, grad in enumerate(own)]
 
         found = self._reduced(present, given, self._trainable)
-        if found is None:  # on some rank, a gradient arrived after it was sent
+        if found is None:  # on some rank, a gradient has changed after it was sent
             # Repeat everything. If this rank was late, it sends at the end from now on.
             self._overlaps = not self._was_late
             if self._can_resend:
@@ -241,7 +244,7 @@ class Buckets:
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._taken = {}
-        # The buckets' own views may move, because `Module.to` or the like replaces `.grad`.
+        # Detach, because `Module.to` or the like changes the memory of `.grad`, and must not move the buckets' views.
         found = [None if grad is None else grad.detach() for grad in found]
         self._returned = found if self._can_resend else [*map(_freed, self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._returned):
@@ -249,7 +252,7 @@ class Buckets:
         self._finished = found
 
     def _late_gradients(self, own: Gradients) -> list[Tensor | None]:
-        """Return gradients added after this rank took them. If sent gradients are freed, all of `.grad`."""
+        """Record whether gradients changed after sending. If sent gradients are freed, return those that came later."""
         left: list[Tensor | None] = [None] * len(own)
         for i, (grad, version) in self._taken.items():
             if self._can_resend:
@@ -264,15 +267,15 @@ class Buckets:
     def _of_window(self, i: int, grad: Tensor | None) -> Tensor | None:
         return grad if self._window is None else self._window(i, grad)
 
-    # -- at the end ------------------------------------------------------------------------------------------------
+    # -- after the backward pass -----------------------------------------------------------------------------------
 
     @torch.compiler.disable
     @torch.no_grad()
     def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
-        """Return the global gradients: those already reduced, if `grads` are theirs, or reduced now.
+        """Return the global gradients. Reduce `grads` now, unless the backward pass has already done so.
 
-        The next call overwrites their memory. A rank without rows (`counts`) sends zeros, other ranks `weight` times
-        their gradients.
+        The next call overwrites the memory of the result. If `counts` is false, this rank has no rows and sends zeros.
+        Otherwise it sends its gradients times `weight`.
 
         Raises:
             ValueError: on all ranks, if they differ in updates or trained variables, or if `grads` are other gradients
@@ -319,13 +322,13 @@ class Buckets:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `.grad` of the weights is global. `reduce` then only returns it."""
+        """Whether the backward pass has reduced the gradients. `.grad` is then global, and `reduce` only returns it."""
         return self._finished is not None
 
-    # -- both ------------------------------------------------------------------------------------------------------
+    # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        if not self._counts:  # given zeros, a codec sends its residuals; given None, it does not
+        if not self._counts:  # a codec sends its residuals, the errors of earlier steps, only with a gradient
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
 
@@ -393,10 +396,11 @@ class Buckets:
             )
         if num_odd > 0 and num_even > 0:
             raise ValueError(
-                "All replicas must make the same updates, in the same order. Received: gradients of different "
-                "updates. If the program catches errors of an update, catch them on all ranks."
+                "All ranks must make the same updates, in the same order. Received: gradients of different updates on "
+                "different ranks. Do not skip an update on some ranks only. If the program catches an exception of an "
+                "update, it must do so on all ranks."
             )
-        # ranks that are not late then continue without reading the flags
+        # On a GPU, the other ranks do not read the flags, so they would not repeat the reduction.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
                 "On a GPU, sent gradients must not change on some ranks only. Received: a later gradient or change, "
@@ -412,12 +416,12 @@ class Buckets:
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
-        """Send the remaining buckets, and wait for all. None if any rank needs to repeat the reduction."""
+        """Send the remaining buckets, and wait for all. Return the sums, or None if any rank needs a repetition."""
         is_odd = self._num_taken % 2 == 1
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         more += [] if self._can_resend else [self._has_lost]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
-        # a blocking copy would wait for the backward pass
+        # A blocking copy to an accelerator would wait for the backward pass.
         self._flags.copy_(torch.from_numpy(channel.flags_on_host()), non_blocking=True)
         while self._num_sent < len(self._buckets):
             self._send()
@@ -441,8 +445,8 @@ class Buckets:
     # -- finite checks ---------------------------------------------------------------------------------------------
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
-        # The sum is non-finite if an element is, or if it overflows. Ranks sum equal bits in different orders, so only
-        # a check of elements is equal on all ranks and may lead to a collective.
+        # A sum is not finite if an element is not, or if the sum overflows. Ranks can add in different orders, so their
+        # sums can differ. Only a check of elements has the same result on all ranks, and can decide on a collective.
         device = self._flags.device
         is_finite = torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()
         if not self._can_resend:
@@ -452,7 +456,7 @@ class Buckets:
         place = first_not_finite(found)
         if not place:
             return ALL_FINITE
-        # The buckets' memory already holds sums of all ranks.
+        # Skip gradients in the buckets' memory, because that already holds the sums of all ranks.
         grads = (own() if callable(own) else own) if self._counts else []
         mine = first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
         return self._source(mine, place)
@@ -510,12 +514,12 @@ class _Listener:
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
-"""A function from `(place, grad)` to the gradient of all micro-batches of a window."""
+"""A function from a variable's position and its gradient, or None, to its accumulated gradient of all micro-batches."""
 
 
 def _remove_hooks(hooks_and_keys: list[tuple[dict[int, Any], int]]) -> None:
-    # Not `handle.remove()`: a handle refers to its hooks weakly. The garbage collector clears that reference with a
-    # cycle that contains parameters, even if these live on.
+    # `handle.remove()` could do nothing: a handle has only a weak reference to its hooks. The garbage collector can
+    # clear that while the parameters live on.
     for hooks, key in hooks_and_keys:
         hooks.pop(key, None)
     hooks_and_keys.clear()

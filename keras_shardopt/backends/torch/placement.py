@@ -94,7 +94,7 @@ _CHUNKS_ON_DEVICE = 64
 """The number of chunks that an accelerator sums at a time."""
 
 _JOINED_BYTES = 2**20
-"""Smaller tensors are concatenated to arrays of this size: hashing each one takes longer."""
+"""Smaller tensors are concatenated up to this size before hashing, because hashing each one takes longer."""
 
 
 @torch.no_grad()
