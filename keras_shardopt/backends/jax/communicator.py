@@ -36,7 +36,7 @@ class MappedAxis(Communicator):
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         # shard_map(check_vma=True) tracks which values vary along the axis, and sums the gradients of weights that do
-        # not. Without it, nothing varies, not even the axis index.
+        # not. Without that option, JAX reports no value as varying, not even the axis index.
         if not self._tracks_varying:
             return GradientState.LOCAL
         varying = [self._varies(grad) for grad in grads if grad is not None]
@@ -96,31 +96,31 @@ class MappedAxis(Communicator):
 
 
 def _as_bits(move: Callable[[Any], Any], tensor: Tensor) -> Tensor:
-    """Move the bits of a tensor: on CPUs, XLA sends float16 and bfloat16 as float32."""
+    """Call `move` with the bits of a half-precision tensor, because XLA on CPUs would send it as float32."""
     if tensor.dtype not in ("float16", "bfloat16"):
         return move(tensor)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(tensor, "uint16")), tensor.dtype)
 
 
 def seed_offset(replica_id: Tensor) -> Tensor:
-    """Return the offset of a replica's seed states, for different dropout masks."""
+    """Return the number to add to a replica's seed states, so replicas draw different dropout masks."""
     return jax.numpy.array([1, 0], "uint32") * replica_id.astype("uint32") * np.uint32(0x9E3779B1)
 
 
 def spans_processes(num_replicas: int) -> bool:
-    """Return whether these are the replicas of all processes."""
+    """Return whether this number of replicas is that of all devices of several processes."""
     # An axis over the devices of one process would be smaller.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 
 def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
-    """Return the `PartitionSpec` of each array from the dimension that the named mesh axis divides."""
+    """Return a `PartitionSpec` per array. `axes` has the dimension that the mesh axis `name` divides, or None."""
     spec = jax.sharding.PartitionSpec
     return [spec() if axis is None else spec(*[None] * axis, name) for axis in axes]
 
 
 def num_batch_shards(distribution: Any) -> int:
-    """Return the number of parts of a batch under this distribution."""
+    """Return into how many parts this distribution divides a batch."""
     if distribution is None or distribution.batch_dim_name is None:
         return 1
     mesh = distribution.device_mesh

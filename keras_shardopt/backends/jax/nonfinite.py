@@ -1,4 +1,4 @@
-"""Finite checks on JAX that only reduce. On CPUs, XLA would write and read a mask of the gradient's size."""
+"""Finite checks on JAX. On CPUs, XLA would write an `isfinite` array of the gradient's size to memory and read it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keras_shardopt.numerics import Tensor, in_float32
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements of each tensor are finite."""
+    """Return a vector with one bool per tensor: whether all its elements are finite."""
     found: Tensor = _are_finite(list(values))
     return found
 
 
-# Compiled, or each eager step would compile each branch again.
+# Compile this function, or each eager step would compile both branches again.
 @functools.partial(jax.jit, inline=True)
 def _are_finite(values: list[Tensor]) -> Tensor:
     return jax.lax.platform_dependent(values, cpu=_by_squares, default=_by_elements)
@@ -29,5 +29,5 @@ def _by_elements(values: list[Tensor]) -> Tensor:
 
 def _by_squares(values: list[Tensor]) -> Tensor:
     found = jnp.stack([jnp.isfinite(jnp.sum(jnp.square(in_float32(value)))) for value in values])
-    # Squares overflow before elements do.
+    # Check each element if a sum is not finite, because squares can overflow although all elements are finite.
     return jax.lax.cond(jnp.all(found), lambda: found, lambda: _by_elements(values))

@@ -37,7 +37,7 @@ class JaxPlacement(Placement):
     state_sharding = "layout"
 
     def __init__(self) -> None:
-        # The distribution suspended by `outside_strategy`.
+        # The distribution that `outside_strategy` has suspended, or None.
         self._suspended: Any = None
 
     def before_build(
@@ -77,7 +77,7 @@ class JaxPlacement(Placement):
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
-        # `shard_map` and `pmap` have no layouts; the caller raises an error there.
+        # Skip `shard_map` and `pmap`: they have no layouts, and the caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
@@ -120,7 +120,7 @@ class JaxPlacement(Placement):
         copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
         meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
         if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
-            return np.zeros((1, len(values)), "uint64")  # on one device, or on different devices
+            return np.zeros((1, len(values)), "uint64")  # variables are on one device, or on different meshes
         mesh = meshes[0]
         found = _fingerprints_on(mesh)([values[i] for i in copied])
         rows = np.zeros((mesh.size, len(values)), "uint64")
@@ -159,7 +159,7 @@ class JaxPlacement(Placement):
                         f"on process {process}: {theirs}. Build the same model and optimizer in every process."
                     )
         copied = [v for v in [*variables, *optimizer_variables] if v.value.sharding.is_fully_replicated]
-        # Bytes, because JAX broadcasts with a sum, and that turns -0 into 0.
+        # Broadcast bytes, because JAX broadcasts with a sum, and that would turn -0 into 0.
         arrays = [np.asarray(v.value.addressable_data(0)) for v in copied]
         flat = np.concatenate([np.frombuffer(array.tobytes(), "uint8") for array in arrays])
         roots = np.asarray(multihost_utils.broadcast_one_to_all(flat)).astype("uint8").tobytes()
@@ -176,9 +176,9 @@ placement = JaxPlacement()
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
-    """Let each process assign these variables independently. The caller compares them before training.
+    """Allow each process to assign these variables independently. The caller compares them before training.
 
-    JAX compares each value on all processes, and would hang or fail if only one process assigned.
+    By default, JAX compares each assigned value on all processes. It would hang or fail if only one process assigned.
     """
     _replace_direct_assign()
     for variable in variables:
@@ -187,7 +187,7 @@ def allow_local_assignment(variables: Sequence[Variable]) -> None:
 
 @contextlib.contextmanager
 def local_assignments() -> Iterator[None]:
-    """Let each process assign existing variables in this block independently, such as values from a file."""
+    """Allow each process to assign existing variables in this block independently, such as values from a file."""
     _replace_direct_assign()
     token = _assigns_alone.set(True)
     try:
@@ -254,9 +254,9 @@ def _shard(variables: Sequence[Variable], distribution: Any) -> None:
 def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None], int | None]:
     """Return the mesh axes of a variable's dimensions, and the dimension that replicas divide, if any."""
     axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
-    # Dimensions divided by the model's layout remain, and another one is divided.
+    # Keep the dimensions that the model's layout divides, and choose another one.
     free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
-    if distribution.batch_dim_name in axes:  # state of a padded variable, created like its stand-in
+    if distribution.batch_dim_name in axes:  # already divided: state of the padded stand-in for a variable
         return axes, None
     return axes, dividing_axis(free, num_batch_shards(distribution))
 
@@ -302,7 +302,7 @@ def _fingerprints_on(mesh: Any) -> Any:
         mine = jax.numpy.stack([_fingerprint(value) for value in values])
         return jax.lax.all_gather(mine, mesh.axis_names)
 
-    # In `shard_map`, each device hashes its own copy. Elsewhere XLA may use one copy for all.
+    # Use `shard_map`, because in it each device hashes its own copy. Elsewhere, XLA can use one copy for all devices.
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,
@@ -326,7 +326,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    """Return the bits of an array as uint32, one per element or part of an element."""
+    """Return the bits of an array as uint32: one number per element, or two per element of 8 bytes."""
     if jax.numpy.iscomplexobj(value):
         value = jax.numpy.stack([value.real, value.imag])
     if value.dtype == bool:
@@ -336,7 +336,7 @@ def _words(value: Any) -> Any:
 
 
 def full_value(variable: Variable) -> np.ndarray:
-    """Return the whole variable. All processes call it together if they hold shards."""
+    """Return the whole variable. If processes hold shards of it, all must call this together."""
     value = variable.value
     if value.is_fully_addressable or value.is_fully_replicated:
         return keras.ops.convert_to_numpy(variable)
@@ -358,7 +358,7 @@ def _devices_of(layout: Any) -> list[str]:
 
 
 def _num_devices_of(value: Any) -> int:
-    """Return the number of devices of an array. For a tracer, its type defines it."""
+    """Return the number of devices of an array, or of a tracer according to its type."""
     if isinstance(value, jax.core.Tracer):
         mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
         return max(1, getattr(mesh, "size", 1))

@@ -45,7 +45,7 @@ class JaxProcesses(Processes):
     """JAX: replicas are devices of one program, in one process or several."""
 
     def __init__(self) -> None:
-        # The distribution of `data_parallel`.
+        # The distribution that the open `data_parallel()` has set, or None.
         self._opened: keras.distribution.DataParallel | None = None
 
     needs_initial_broadcast = True
@@ -150,7 +150,7 @@ def _first_devices(num_replicas: int | None) -> list[Any]:
 
 
 def _is_named_process() -> bool:
-    """Return whether Keras' variables describe a job with this process."""
+    """Return whether Keras' environment variables describe a job that this process belongs to."""
     return {"KERAS_DISTRIBUTION_JOB_ADDRESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES"} <= os.environ.keys()
 
 
@@ -200,9 +200,9 @@ def _leave_at_once_on_errors() -> None:
 
 
 def announce(call: str, number: int = 0) -> list[int]:
-    """Announce to all processes the call that they are about to make together. Return an int32 of each.
+    """Announce to all processes the call that they are about to make together. Return the int32 `number` of each.
 
-    `call` is a description, equal on all processes for the same call, to follow "process 0".
+    `call` describes the call in words that follow "process 0", equal on all processes.
 
     Raises:
         ValueError: on every process, if processes announce different calls.
@@ -214,11 +214,11 @@ def announce(call: str, number: int = 0) -> list[int]:
 
 
 def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
-    """Return the picklable objects of all processes, in order. `call` is as in `tell`."""
+    """Return the picklable objects of all processes, in order. `call` is as in `announce`."""
     if jax.process_count() == 1:
         return [value]
-    # With one CPU device per process, an exchange from another thread can overtake a running step on some processes
-    # only. Its data would then be mistaken for the step's.
+    # Wait for running steps. With one CPU device per process, an exchange from another thread could overtake a step on
+    # some processes only, and its data would then be mistaken for the step's.
     jax.block_until_ready(jax.live_arrays())
     return gather_pickled(value, _gather, lambda length: announce(call, length))
 
@@ -230,7 +230,7 @@ def _gather(array: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Replace errors about a lost connection by one with the other processes and the remedy."""
+    """Replace errors about a lost connection by an error with the other processes and the remedy."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if `jit` has cached the step
@@ -254,7 +254,7 @@ _LOST_CONNECTION = re.compile(
 
 
 class _Store:
-    """The store of JAX's coordinator."""
+    """The key-value store of JAX's coordinator, with the methods that `wait_in` calls."""
 
     def __init__(self) -> None:
         self._client: Any = distributed.global_state.client
@@ -288,7 +288,7 @@ class _OverProcesses(keras.distribution.DataParallel):
 
     @property
     def auto_shard_dataset(self) -> bool:
-        # `predict` reads this first. Later it has removed the weights from the model.
+        # Raise the error here, because `predict` reads this property before it removes the weights from the model.
         if is_running("predict", _KERAS_TRAINER) and not _predicts_together.get():
             raise RuntimeError(
                 "Over several processes, `predict` needs a prepared model and the same data on all of them. Received: "
@@ -316,7 +316,7 @@ def _make_cpu_devices(num_replicas: int | None) -> None:
 
 
 def _give_threads(num_devices: int) -> None:
-    """Let XLA start enough threads for several devices on few cores, unless the user set a number."""
+    """Make XLA start enough threads for several devices on few cores, unless the user has set a number."""
     # XLA's CPU client has PJRT_NPROC threads, or NPROC. By default it has one per core, and at least one per device. A
     # device that waits in a collective occupies a thread. If all threads wait, the device they wait for cannot run, and
     # XLA aborts the process after 40 s.

@@ -93,7 +93,7 @@ class JaxRuntime(Runtime):
             return [scope.get_current_value(variable) for variable in variables]
 
         if mostly:
-            # A branch would need temporary memory of the state's size, because it cannot update in place.
+            # Avoid `cond`: its branches cannot update in place, so they need temporary memory of the state's size.
             pairs = zip(updated(), before)
             chosen = [new if new is old else jax.numpy.where(condition, new, old) for new, old in pairs]
         else:
@@ -124,7 +124,7 @@ class JaxRuntime(Runtime):
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
-        # Stopping a compiled step loses the weights passed to it.
+        # Never stop a compiled step, because that would lose the weights passed to it.
         if self.is_concrete(condition):
             super().raise_if(condition, nonfinite_source, names, rule)
 
@@ -133,6 +133,6 @@ runtime = JaxRuntime()
 
 
 OWN_GRADIENTS = "A stage's `local` or `replica_transform`"
-"""The code that runs on each replica's own gradients, as errors name it."""
+"""The name of the code that runs on each replica's own gradients, for errors."""
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Variable
 
 
 def own_parts(variable: Variable) -> OwnParts:
-    """Copy the shards that this process saves; of shards with copies in several processes, a share."""
+    """Copy the shards that this process saves. If several processes hold copies of a shard, each saves a share."""
     value = variable.value
     boxes: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
@@ -43,7 +43,7 @@ def assign_stored(variable: Variable, array: Any) -> None:
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return start and stop along each dimension."""
+    """Return the start and stop of a shard along each dimension."""
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape))
 
 

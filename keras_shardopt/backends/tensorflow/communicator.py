@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate the tensors of all members, or this replica's slice of each, copied between devices."""
+        """Concatenate the members' tensors on each device. With `takes_part`, take only its slice of each."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "Coded gradients on TensorFlow need `MirroredStrategy`, in one process. Received: replicas of another "
@@ -106,9 +106,9 @@ class ReplicaContext(Communicator):
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Return the sums over a binary tree of replica ids, times `factor`, within one process.
+        """Return the sums over replicas times `factor`, in one process: first of pairs by id, then of pairs of sums.
 
-        Each tensor is summed on one device, with about equal bytes per device. The traffic is that of a ring.
+        Each tensor is summed on one device, and each device sums about equal bytes. Replicas send as much as in a ring.
         """
         note("all_reduce", tensors, self.num_replicas)
 
@@ -147,21 +147,21 @@ class ReplicaContext(Communicator):
         return self._gathered(rows)
 
     def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
-        # TensorFlow does not gather bfloat16, but any bits of that size.
+        # TensorFlow cannot gather bfloat16, so send its bits as float16.
         sent = [tf.bitcast(t, tf.float16) if t.dtype == tf.bfloat16 else t for t in tensors]
         note("all_gather", sent, self.world.num_replicas)
         gathered = self._context.all_gather(sent, axis=0)
         return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 
     def _sum_on_tpu(self, tensor: Tensor) -> Tensor:
-        # The op of `tf.compat.v1.tpu.cross_replica_sum`. It has no kernel on other devices.
+        # This is the op of `tf.compat.v1.tpu.cross_replica_sum`. It has no kernel on devices other than TPUs.
         assignment = tf.constant(self._groups, tf.int32)
         return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
 
 
 @contextlib.contextmanager
 def _explaining_merge_calls() -> Iterator[None]:
-    """Replace errors about `merge_call` by one with the remedy."""
+    """Replace TensorFlow's errors about `merge_call` by an error with the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -199,7 +199,7 @@ def evidence_of(replicas: Communicator, state: GradientState | None = None) -> E
 
 
 def _objections(state: GradientState) -> Sequence[str]:
-    """Return the evidence against gradients that arrive in this state."""
+    """Return warnings if the losses of this step contradict the state of gradients that the user set."""
     seen = tf_losses.noted()
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         return [_MIXTURE]
@@ -257,7 +257,7 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
 
 
 def _process_of(resolver: Any) -> tuple[int, int]:
-    """Return the number of tasks of the cluster that train, and this task's index."""
+    """Return how many tasks (processes) of the cluster train, and this task's index among them."""
     spec = {} if resolver is None else resolver.cluster_spec().as_dict()
     tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
     me = None if resolver is None else (resolver.task_type, resolver.task_id)

@@ -8,7 +8,7 @@ from keras_shardopt.numerics import Tensor
 
 
 def is_in_reach(tensor: Tensor) -> bool:
-    """Return whether an earlier tensor can be used here."""
+    """Return whether a tensor made earlier can be used in the current graph."""
     graph = getattr(tensor, "graph", None)  # an eager tensor has none
     return bool(tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph())
 

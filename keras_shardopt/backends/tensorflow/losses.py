@@ -1,9 +1,9 @@
 """Whether the loss of a replica's step was divided by the number of replicas, as far as that can be detected.
 
-A gradient does not show it. Detected divisions are Keras' losses and penalties, `tf.nn.compute_average_loss`,
-`tf.nn.scale_regularization_loss`, and steps that read the number of replicas. Notes belong to the step of one replica
-and are stored with its replica context. They are made when Python runs, during a trace. If a step has several losses,
-the tape's target shows the loss of a gradient.
+A gradient alone does not show that. Detected divisions are Keras' losses and penalties, `tf.nn.compute_average_loss`,
+`tf.nn.scale_regularization_loss`, and steps that read the number of replicas. Wrappers of these functions record them
+as notes in the replica context, for one step of one replica, while Python runs (during a trace). If a step has several
+losses, the target of `GradientTape.gradient` shows to which loss a gradient belongs.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.loss.reduce_values` - reduces the values of a loss to a scalar, and divides it.
@@ -51,11 +51,11 @@ _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
 _BARE = "_keras_shardopt_sources_of_bare_losses"
 
-# Operations that add their inputs, that pass one input through, and that multiply or select.
+# Types of operations in a graph that add their inputs, that pass one input through, and that multiply or select.
 _ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
 _PASSING = {"Cast", "ExpandDims", "Identity", "Neg", "Reshape", "Squeeze", "Sum"}
 _MULTIPLYING = {"DivNoNan", "Mul", "MulNoNan", "RealDiv", "SelectV2"}
-# Operations that are not a term of a loss. A traced function is opaque.
+# Types of operations that do not count as a term of a loss, or whose content is unknown (calls of traced functions).
 _NO_TERM = {"Const", "PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall", "StopGradient"}
 _LIBRARIES = ("tensorflow", "keras", "keras_shardopt")
 
@@ -68,7 +68,7 @@ def note(what: str) -> None:
 
 
 def note_divided(loss: Any, adds_up: bool = False) -> Any:
-    """Note a loss that is correct if gradients are summed, `adds_up` for a plain sum. Return it."""
+    """Note that a loss is correct if gradients are summed, and return it. `adds_up` is true for a plain sum."""
     note(DIVIDED)
     if not adds_up:
         note(BY_NUMBER)
@@ -89,7 +89,7 @@ def divided(loss: Any) -> Any:
 
 
 def logged(loss: Any) -> Any:
-    """Return a loss for a metric: undo the division of its terms if Keras divided all of them."""
+    """Return a loss as logs show it: undo the division by the number of replicas if all its terms are divided."""
     context = tf.distribute.get_replica_context()
     if context is None or not tf.is_symbolic_tensor(loss) or loss.shape.rank != 0 or BY_HAND in noted():
         return loss
@@ -106,9 +106,9 @@ def noted() -> set[str]:
 
 
 def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
-    """Return whether the latest gradients of all these variables come from losses without a divided one.
+    """Return whether the latest gradients of all these variables come from losses without a divided term.
 
-    If the step reads the number of replicas, it may instead divide the gradients.
+    False if the step reads the number of replicas and divides the gradients instead.
     """
     context = tf.distribute.get_replica_context()
     bare = {} if context is None else vars(context).get(_BARE, {})
@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies the current notes to the replica context of its caller."""
+    """Return a function that copies the current notes to the replica context in which it is called."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 
@@ -178,7 +178,7 @@ def noting_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `GradientTape.gradient` to note the kind of loss of each source."""
+    """Wrap `GradientTape.gradient` to note, for each source, whether its loss has no divided term."""
 
     @functools.wraps(gradient)
     def noting_bare_losses(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,8 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
             return gradient(tape, target, sources, *args, **kwargs)
         divided = vars(context).get(_TENSORS, [])
         kinds = set()
-        # Eager tensors have no record of their inputs. Keras' scalar losses are already noted.
+        # Search the terms only in a graph, because eager tensors do not record their inputs. If Keras could not divide
+        # a scalar loss, that is already noted.
         if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
             kinds = _terms(target, names, _num_replicas.fget(context.strategy))
@@ -198,11 +199,11 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         graph = _graph_of(target)
         here = [tensor for tensor in divided if _graph_of(tensor) is graph]
         found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
-        # A traced function may contain a divided loss.
+        # If divided losses are in other graphs, be uncertain, because a traced function can contain one.
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # A sum may be divided by the number of rows of all replicas, an unknown number.
+            # Be uncertain about a sum too: the step can divide it by the rows of all replicas, an unknown number.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):
@@ -220,7 +221,7 @@ def _graph_of(tensor: Any) -> Any:
 def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
     found: set[str] = set()
     pending, names = [loss], set()
-    while pending:  # no recursion, because a model may have a penalty for each of a thousand weights
+    while pending:  # not recursion, because a model can have a thousand penalties, one for each weight
         tensor = pending.pop()
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
         if tensor.name in names or (kind in _NO_TERM and tensor.name not in divided):
@@ -267,7 +268,7 @@ def _adds_up_divided(loss: Any, divided: set[str], num_replicas: int) -> bool:
             pending.extend(each for each in inputs if tf.get_static_value(each) is None)
         elif kind in _ADDING | _PASSING and inputs:
             pending.extend(inputs if kind in _ADDING else inputs[:1])
-        elif not inputs and tf.get_static_value(tensor) == 0:  # the initial value of `sum`
+        elif not inputs and tf.get_static_value(tensor) == 0:  # Python's `sum` starts from 0
             continue
         else:
             return False

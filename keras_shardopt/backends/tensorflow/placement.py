@@ -43,7 +43,7 @@ def num_mirrored(variable: Any) -> int:
 
 
 def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
-    """Raise ValueError unless every replica has copies of these variables."""
+    """Raise ValueError unless every replica has a copy of each of these variables."""
     for variable in variables if num_replicas > 1 else ():
         if num_replicas > num_mirrored(variable):  # Keras would fail without a message, or train on one device
             raise ValueError(
@@ -54,7 +54,7 @@ def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
 
 
 def move_into_strategy(optimizers: Sequence[Any]) -> None:
-    """Move optimizers and their variables into the current strategy. A replica cannot: ValueError."""
+    """Move optimizers and their variables into the current strategy. Raise ValueError inside `strategy.run`."""
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
         if optimizer._distribution_strategy is strategy:
@@ -188,7 +188,8 @@ class TensorFlowPlacement(Placement):
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         if not tf.distribute.has_strategy():
             return function()
-        # A strategy belongs to the thread that entered its scope. Under it, workers create variables together.
+        # Use a new thread, because a strategy's scope holds only in the thread that entered it. In the scope, all
+        # workers would have to create a variable together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
@@ -197,7 +198,7 @@ class TensorFlowPlacement(Placement):
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
         if strategy is None:
             return np.zeros((1, len(values)), "uint64")
-        # The copies in this process. A variable outside the strategy has one copy for all replicas.
+        # Hash the copies in this process. A variable outside the strategy has one copy for all replicas.
         num_local = max(len(getattr(value, "values", [0])) for value in values)
         rows = []
         for replica in range(num_local):
@@ -212,7 +213,7 @@ placement = TensorFlowPlacement()
 
 
 def store_whole(variable: Variable, shape: Sequence[int]) -> None:
-    """Make TensorFlow's checkpoints store the whole variable, of this shape, if its copies are slices."""
+    """Make TensorFlow's checkpoints store a variable, whose copies each hold a slice, as one array of this shape."""
     copies = variable.value.values
 
     def serialize() -> dict[str, Tensor]:
@@ -257,7 +258,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as uint32, one per element or part of an element."""
+    """Return the bits of a tensor as uint32: one number per element, or two per element of 8 bytes."""
     if tensor.dtype.is_complex:
         tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
     if tensor.dtype != tf.bool:

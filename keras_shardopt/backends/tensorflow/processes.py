@@ -1,10 +1,10 @@
 """The processes of TensorFlow jobs, and their strategies.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` where `fit` cannot work.
+    `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` before `fit` fails.
 
 Of TensorFlow: `tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended`, with
-`_initialize_local_devices` - the devices of a worker, only one of them a CPU device.
+`_initialize_local_devices` - chooses the devices of a worker, at most one CPU device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TensorFlowProcesses(Processes):
     def process(self) -> tuple[int, int]:
         if tf.distribute.has_strategy():
             return _process_of(tf.distribute.get_strategy().cluster_resolver)
-        # Outside the strategy's scope, a worker is defined by its environment.
+        # Outside the strategy's scope, only TF_CONFIG identifies a worker.
         return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
     @contextlib.contextmanager
@@ -103,7 +103,10 @@ processes = TensorFlowProcesses()
 
 
 def announce(call: str, number: int = 0) -> list[int]:
-    """JAX's `tell` for workers: announce a call that all workers make together, with a 32-bit number."""
+    """Announce to all workers the call that they are about to make together. Return a 32-bit number of each.
+
+    `call` is as in `announce` of the JAX backend.
+    """
     strategy = tf.distribute.get_strategy()
     gathered = _gathered(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
     gather_letters = lambda letters: _gathered(strategy, np.array(letters)).tolist()  # noqa: E731
@@ -112,13 +115,13 @@ def announce(call: str, number: int = 0) -> list[int]:
 
 
 def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
-    """Return the picklable objects of all workers, in order. `call` is as in `tell`."""
+    """Return the picklable objects of all workers, in order. `call` is as in `announce`."""
     strategy = tf.distribute.get_strategy()
     if num_workers(strategy) == 1:
         return [value]
 
     def length_of(length: int) -> list[int]:
-        with strategy.scope():  # the calling thread is outside the scope
+        with strategy.scope():  # `gather_pickled` calls this in a thread outside the scope
             return announce(call, length)
 
     return gather_pickled(value, functools.partial(_gathered, strategy), length_of)
@@ -126,7 +129,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
 @contextlib.contextmanager
 def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Replace errors about a worker that does not answer by one with its address and the remedy."""
+    """Replace errors about a worker that does not answer by an error with its address and the remedy."""
     try:
         yield
     except (tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
@@ -168,7 +171,7 @@ def optimizer_created(optimizer: Optimizer) -> None:
 
 
 def num_replicas_when_made(optimizer: Optimizer) -> int:
-    """Return the number of replicas of an optimizer's scope."""
+    """Return the number of replicas of the scope in which an optimizer was created."""
     return _num_replicas_when_made.get(optimizer, 1)
 
 
@@ -176,11 +179,12 @@ _KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
 def _make_trainer_raise(strategy: tf.distribute.Strategy) -> None:
-    """Make Keras' trainer raise an error with a remedy instead of failing."""
+    """Make Keras' own trainer raise an error with a remedy before it fails with an unclear one."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
         return
-    # `strategy.reduce` is the only call before Keras fails. This strategy cannot reduce the per-replica batches (`fit`,
-    # `evaluate`) and scalars (`train_on_batch`) of Keras. Other callers reduce as usual.
+    # Replace `strategy.reduce`, because it is the only method that Keras calls before it fails. This strategy cannot
+    # reduce the per-replica batches (`fit`, `evaluate`) and scalars (`train_on_batch`) of Keras. Other callers reduce
+    # as usual.
     strategy.reduce = types.MethodType(_reduce_except_for_trainer, strategy)
 
 
@@ -223,10 +227,11 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
 
 
 _DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
-"""Set by `keras_shardopt.launch`, because TensorFlow has no variable for it."""
+"""The environment variable with a worker's number of CPU devices. `keras_shardopt.launch` sets it, because TensorFlow
+has none."""
 
 _strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
-"""The strategy made from `TF_CONFIG`, by timeout. One per program: TensorFlow starts its server once."""
+"""The only strategy made from `TF_CONFIG`, by its timeout. One per program, as TensorFlow starts its server once."""
 
 
 def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
@@ -266,7 +271,8 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
 
     extended._initialize_local_devices = all_cpus
     if seconds is not None:
-        # TensorFlow waits for workers in C++ without a limit, while no Python thread can raise an error.
+        # `faulthandler` ends the process after the timeout. TensorFlow waits for workers in C++ without a limit, and
+        # meanwhile no Python thread can raise an error.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -284,7 +290,7 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
 
 
 def _devices(num_replicas: int | None) -> list[Any]:
-    """Return the first `num_replicas` local accelerators or logical CPU devices, or all."""
+    """Return the first `num_replicas` local accelerators, or logical CPU devices without accelerators. None: all."""
     kinds = [kind for kind in ("TPU", "GPU") if tf.config.list_physical_devices(kind)]
     kind = kinds[0] if kinds else "CPU"
     if kind == "CPU" and num_replicas is not None:
@@ -327,11 +333,14 @@ def _make_cpu_devices(num_replicas: int) -> None:
 
 
 def gather(strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
-    """Gather equal-shaped arrays of integers in [0, 2**63), a row per local replica. Return one array, in a list."""
+    """Gather arrays of integers in [0, 2**63) of equal shape, with a row per local replica.
+
+    Return a list with one array: the rows of all replicas.
+    """
     world = _world_of(strategy)
     if world.num_processes == 1:
         return [array]
-    # Pad to a few sizes, because TensorFlow traces each.
+    # Pad to one of few sizes, because TensorFlow traces the exchange for each size.
     flat = array.reshape(len(array), -1).astype("int64")
     padded = np.zeros((len(flat), 4 ** max(2, -(-(flat.shape[1] - 1).bit_length() // 2))), "int64")
     padded[:, : flat.shape[1]] = flat
@@ -350,7 +359,7 @@ def _exchange(strategy: tf.distribute.Strategy, length: int) -> Any:
     def on_replica(vector: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         is_mine = tf.range(strategy.num_replicas_in_sync) == context.replica_id_in_sync_group
-        # A sum of rows, one per replica: one collective, while a gather needs two.
+        # Sum arrays in which only this replica's row is not zero. That is one collective, and a gather would be two.
         placed = tf.where(is_mine[:, tf.newaxis], vector[tf.newaxis], tf.zeros_like(vector)[tf.newaxis])
         return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
 

@@ -36,13 +36,13 @@ def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any
 
 
 def _restore_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
-    """Update, then restore this replica's copies if its condition is false.
+    """Call `update()`, then restore this replica's copies of `variables` if its condition is false.
 
-    Replicas assign weights together, so no replica can do it inside its own condition.
+    Replicas must assign weights together, so no replica can do it inside a condition that only it computes.
     """
     before = [tf.identity(keras.ops.convert_to_tensor(variable)) for variable in variables]
     update()
-    # Counters of Keras' optimizers copy the first replica's value to all replicas.
+    # Restore counters of Keras' optimizers together, because an assignment copies the first replica's value to all.
     is_own = [getattr(variable, "aggregation", "none") == "none" for variable in variables]
     own = [pair for pair, own_value in zip(zip(variables, before), is_own) if own_value]
     common = [pair for pair, own_value in zip(zip(variables, before), is_own) if not own_value]
@@ -81,7 +81,8 @@ def disable_reduction(optimizers: Sequence[Any], scope: GradientScope) -> None:
     """Disable the built-in reduction of these innermost optimizers while gradients in this scope are reduced."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
-        # On the instance, bypassing Keras' attribute tracking: a subclass would change the serialized name.
+        # Replace the method on the instance, without Keras' attribute tracking. A subclass would change the serialized
+        # name.
         override = types.MethodType(_reduce_unless_reduced, optimizer)
         object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
@@ -158,7 +159,7 @@ class TensorFlowRuntime(Runtime):
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        # In place: half the memory traffic of a choice between two tensors.
+        # Assign and add in place. A choice between two tensors would need twice the memory traffic.
         def begin() -> None:
             for variable, value in zip(variables, values):
                 variable.assign(tf.zeros_like(variable) if value is None else value)
@@ -187,7 +188,7 @@ class TensorFlowRuntime(Runtime):
             "(-1: unknown), first in the gradient of",
             name,
         ]
-        # Needed for the order: the condition does not depend on the assignments.
+        # Without these dependencies, the assertion could run before the assignments, because it does not read them.
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
             tf.debugging.Assert(tf.logical_not(condition), message)
 

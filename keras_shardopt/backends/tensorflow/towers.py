@@ -1,4 +1,4 @@
-"""Towers on TensorFlow: one step on several devices, with batches of a size unknown to the trace."""
+"""Towers on TensorFlow: copies of a model on several devices, each for a part of a batch of unknown size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from keras_shardopt.numerics import Tensor
 
 
 def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a scope that computes on this device. Weights stay on theirs."""
+    """Return a scope that computes on this device. Weights stay on their own devices."""
     scope: contextlib.AbstractContextManager[Any] = tf.device(device)
     return scope
 
 
 def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
-    """Split a tensor along its first dimension. None if plain slices suffice."""
+    """Split a tensor along its first dimension. None if its size is known, so the caller can slice it."""
     if isinstance(tensor, tf.SparseTensor):
         return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
     if tensor.shape[0] is not None:
@@ -26,7 +26,7 @@ def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
     if isinstance(tensor, tf.RaggedTensor):
         size = tensor.nrows() // num_parts
         return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-    # XLA drops assertions, but a failing split names its operation before anything runs.
+    # Do not use an assertion, because XLA drops it. If the split fails, the error names the split, and nothing runs.
     return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
 
 
@@ -34,7 +34,7 @@ def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
 def running_if_divisible(tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
     """Run nothing in this block if `divisor` does not divide the first dimension of each tensor.
 
-    For sizes unknown to the trace. The error contains `rule`, the size and `remedy`.
+    This works for sizes that are unknown during the trace. The error contains `rule`, the size and `remedy`.
     """
     sizes = [_num_rows(tensor) for tensor in tensors]
     assertions = [tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]) for size in sizes]

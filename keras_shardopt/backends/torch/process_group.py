@@ -2,12 +2,12 @@
 
 If a rank dies or stalls, a collective fails on some other ranks, at once or after the timeout, with an error that names
 a socket. The first rank to fail closes its connections, so collectives fail on all ranks. Each rank then writes a sign
-to the shared store and reads the signs of all ranks.
+of life to the store, the key-value store through which ranks connect, and looks for the signs of the other ranks.
 
 With different calls, ranks would send tensors of different sizes, and "gloo" would abort the process. Before a joint
-call, each rank therefore announces it in a fixed-size message in a separate group (`tell`). An announcement may cover
-several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the store. Waiting ranks
-poll the store (`wait_for`).
+call, each rank therefore announces it in a fixed-size message in a separate group (`announce`). An announcement can
+cover several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the store. Waiting
+ranks poll the store (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
 default group, whoever opened it. (test_private_names.py holds it.)
@@ -43,7 +43,7 @@ from keras_shardopt.backends.processes import (
 )
 
 ANSWER_SECONDS = 1.0
-"""The minimum time for reading signs after a failed collective."""
+"""The minimum time for reading signs of life after a failed collective."""
 
 GRACE_SECONDS = 2.0
 """The additional time if a collective fails before its timeout, because other ranks may be busy."""
@@ -52,11 +52,11 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""How long a note must exist: its rank may have left the same step, which is still running here."""
+"""The time before a waiting rank acts on a note. Until then, the other rank may only be ahead by the end of a step."""
 
 
 class _Group:
-    """The state of a default process group opened here."""
+    """A default process group that `open_group` has opened, with the counters of its announcements."""
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
         self.store = store
@@ -127,7 +127,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
-        # On the host, so announcements never wait for a device.
+        # Announce with gloo on the host, so announcements never wait for a device.
         _announcements = dist.new_group(backend="gloo", **limit)
         _open = _Group(store, timeout)
     except RuntimeError as error:
@@ -141,7 +141,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    In this group, ranks may order statistics and gradients differently, unless a gradient waits for another.
+    It is separate from the group of gradients, so ranks can send statistics and gradients in different orders. An
+    exception: if buckets of gradients wait for each other, ranks must use one order.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -154,12 +155,12 @@ def statistics_group() -> Any:
 
 
 def exchanges_statistics() -> bool:
-    """Return whether layers use that group. Equal on all ranks."""
+    """Return whether layers use `statistics_group`. The result is equal on all ranks."""
     return _statistics is not None and _statistics() is not None
 
 
 def close_group(has_failed: bool = False) -> None:
-    """Close the default process group if it is open. After a failure, collectives may never complete."""
+    """Close the default process group if it is open. After a failure, do not wait until pending collectives end."""
     global _open, _announcements, _statistics
     is_open = dist.is_initialized()
     held = [dist.group.WORLD, _announcements, _statistics and _statistics()] if has_failed and is_open else []
@@ -168,13 +169,13 @@ def close_group(has_failed: bool = False) -> None:
     if is_open:
         dist.destroy_process_group()
     if held:
-        # A group ends with its last reference, and waits for its collectives. They fail once other ranks close their
-        # connections, but too late if a process forked from a rank keeps them open.
+        # Release the groups in a thread, because a group waits for its collectives before it ends. They fail once other
+        # ranks close their connections, but too late if a process forked from a rank keeps these open.
         releasing = threading.Thread(target=held.clear, daemon=True)
         releasing.start()
         releasing.join(POLL_SECONDS)
     if group is not None and group.has_left_message and group.rank == 0 and _rank_0_hosts_store():
-        # other ranks' collectives fail now, and they read this rank's message
+        # Keep the store for a while, because other ranks' collectives fail now, and they read this rank's message.
         _collect_signs(group, ANSWER_SECONDS, "has left", [])
 
 
@@ -237,9 +238,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def announce(call: str, *numbers: int) -> list[list[int]]:
-    """Announce to all ranks the call that they are about to make together. Return up to two ints of each.
+    """Announce to all ranks the call that they are about to make together. Return each rank's two `numbers`.
 
-    `call` is a description, equal on all ranks for the same call, to follow "rank 0". Missing ints are 0.
+    `call` describes the call in words that follow "rank 0", equal on all ranks. Missing numbers are 0.
 
     Raises:
         ValueError: on every rank, if ranks announce different calls.
@@ -248,7 +249,7 @@ def announce(call: str, *numbers: int) -> list[list[int]]:
 
 
 def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
-    """Like `tell`, but return a function that waits for the other ranks and returns or raises the same."""
+    """Like `announce`, but return a function that waits for the other ranks, and then returns or raises the same."""
     wait_for_all = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
     def wait() -> list[list[int]]:
@@ -260,7 +261,7 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
             if _open is not None:
                 _open.announced_at_error = _open.num_announced
             if zlib.crc32(_STEP.encode()) in kinds:
-                # or a pending collective would match a different one that another rank starts next
+                # Close the group, or a pending collective would match a different one that another rank starts next.
                 close_group(has_failed=True)
             raise
         return [numbers for _, *numbers in rows]
@@ -272,12 +273,12 @@ _STEP = "makes a step of a prepared model"
 
 
 def can_promise_steps() -> bool:
-    """Return whether ranks may promise their next steps, because waiting ranks can read notes."""
+    """Return whether ranks can announce several steps at once: only if waiting ranks can read notes."""
     return _open is not None and _open.is_gloo
 
 
 def add_promised_steps(num_steps: int) -> None:
-    """Add to the number of promised steps of this rank. Completed steps count as negative."""
+    """Add to the number of steps that this rank has announced and not completed. Negative for completed steps."""
     if _open is not None:
         _open.num_due += num_steps
 
@@ -290,9 +291,9 @@ def note_error(words: str) -> None:
 
 
 def wait_for(work: Any, announcement: int = 0) -> None:
-    """Wait for a collective that other ranks may never start, although they promised to.
+    """Wait for a collective that other ranks may never start, although they have announced it.
 
-    `announcement` is its number if it is one, or 0 for a collective of a step.
+    If the collective is an announcement, `announcement` is its number. Otherwise it is 0.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
@@ -304,7 +305,7 @@ def wait_for(work: Any, announcement: int = 0) -> None:
             work.wait(datetime.timedelta(seconds=POLL_SECONDS))
             return
         if work.is_completed():
-            break  # or failed
+            break  # it has failed, and `wait` below raises its error
         assert _open is not None
         if announcement:
             _write_note(_open, _AWAY, announcement)
@@ -338,11 +339,11 @@ def _read_note(group: _Group, key: str) -> tuple[int, str]:
 
 
 def _error_elsewhere(group: _Group, announcement: int) -> str | None:
-    """Return the error that took another rank out of `fit`, "" for a later announcement, or None."""
+    """Return the error that took another rank out of `fit`, "" if another rank has announced a later call, or None."""
     found: list[str] = []
 
     def read_notes() -> None:
-        # Only in a step of all ranks: while one group of ranks trains, another may announce a call.
+        # Read this note only in a step of all ranks: if a group of ranks trains, other ranks can announce other calls.
         if not announcement and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
@@ -355,7 +356,7 @@ def _error_elsewhere(group: _Group, announcement: int) -> str | None:
 
 
 def _use_store(group: _Group, function: Callable[[], None]) -> None:
-    """Run a function that may wait for the store, unless the previous one still does."""
+    """Run a function that may have to wait for the store, unless the previous function still waits."""
     if group.store_thread is not None and group.store_thread.is_alive():
         return
 
@@ -363,14 +364,14 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):
             function()
 
-    # This thread may never end, as in `_answers`.
+    # A thread, because it may never end, as in `_answers`.
     group.store_thread = threading.Thread(target=run, daemon=True)
     group.store_thread.start()
     group.store_thread.join(POLL_SECONDS)
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
-    """Return the values of all ranks, of any pickled length. `call` is as in `tell`."""
+    """Return the picklable values of all ranks, in order. `call` is as in `announce`."""
     # `dist.all_gather_object` would gather the lengths again.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in announce(call, len(mine))]
@@ -385,7 +386,7 @@ def gather_objects(value: Any, call: str) -> list[Any]:
 
 
 def _announcement_device() -> str:
-    # A group opened elsewhere sends tensors on its own device.
+    # A default group that the program has opened sends tensors on its own device.
     return "cuda" if _announcements is None and dist.get_backend() == "nccl" else "cpu"
 
 
@@ -418,7 +419,7 @@ class naming_missing_ranks:
         RuntimeError: if the collective fails. Names the missing ranks if possible.
     """
 
-    # `contextlib.contextmanager` makes twice the calls, and some steps enter this ten times.
+    # A class, because `contextlib.contextmanager` makes twice the calls, and some steps enter this ten times.
     def __init__(self, under_way: list[Any] | None = None, call: str = "exchanges tensors") -> None:
         self._under_way, self._call = under_way, call
         self._start = time.monotonic()
@@ -429,7 +430,7 @@ class naming_missing_ranks:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, RuntimeError):
             return
-        # References to a collective keep connections open: the caller's list, and failed frames.
+        # Drop the references to collectives in the caller's list and in failed frames: they keep connections open.
         if self._under_way is not None:
             self._under_way.clear()
         traceback.clear_frames(trace)
@@ -460,9 +461,9 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return the ranks' calls if all answer in time, and a description. Appends the last message to `words`."""
+    """Return each rank's call if all answer in time, and a description. Append the last message to `words`."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        # Also close connections: ranks further along a ring wait for this one, and would read signs too late.
+        # Close connections too, because ranks further along a ring wait for this one, and would answer too late.
         close_group(has_failed=True)
     found: list[dict[int, str]] = []
     # This thread may never end: a stopped rank that hosts the store does not answer.
@@ -482,7 +483,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write this rank's sign, and append all signs in the store to `found`, until complete or out of time."""
+    """Write this rank's sign of life, and append all signs in the store to `found`, until complete or out of time."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):
@@ -494,7 +495,7 @@ def _collect_signs(
                 if group.store.check([f"sign/{rank}"]):
                     signs[rank] = group.store.get(f"sign/{rank}").decode()
             found.append(dict(signs))
-            # The rank that hosts the store stays until all ranks have read it.
+            # The rank that hosts the store stays until the time is over, so other ranks can read the store.
             have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_hosts_store())
             if have_all or time.monotonic() > limit:
                 return

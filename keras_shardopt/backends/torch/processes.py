@@ -40,7 +40,7 @@ class TorchProcesses(Processes):
     needs_initial_broadcast = True
 
     def versions(self) -> dict[str, str]:
-        # Without the suffix, because builds for different devices are the same version.
+        # Omit the suffix, because builds for different devices are the same version.
         return {"PyTorch": str(torch.__version__).partition("+")[0]}
 
     def process(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class TorchProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        # Read now, because fewer ranks may join a second time.
+        # Read the ranks in each scope, because a second one can have fewer.
         size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(
@@ -103,7 +103,7 @@ class TorchProcesses(Processes):
 
 
 processes = TorchProcesses()
-_CALLS = {  # announcements, by the function that gathers objects
+_CALLS = {  # descriptions for announcements, by the name of the function that gathers objects
     "largest_difference": "compares weights",
     "check_agreement": "compares its trained variables before its first update",
     "_is_same_on_all": "compares its trained variables before its first update",

@@ -44,8 +44,8 @@ _BETWEEN_RANKS = 0x9E3779B1
 
 _draw_seed_in_keras = torch_random.draw_seed
 
-# The ranks with different numbers, the resulting seed of PyTorch's generator, and whether this thread is in a training
-# step.
+# The ranks that draw different numbers, the seed of PyTorch's generator on this rank, and whether this thread is in a
+# training step.
 _ranks: Any = None
 _seeded_with: int | None = None
 _is_in_step: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_step", default=False)
@@ -93,7 +93,10 @@ def set_rng_state(state: Any, is_own: bool = True) -> None:
 
 @contextlib.contextmanager
 def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
-    """Draw numbers for parts of a batch. Yield a function to call before each part, with its number and a batch key."""
+    """Draw different numbers for each part of a batch, instead of for each rank.
+
+    Yield a function to call before each part, with the number of the part, and ints that identify the batch.
+    """
     install("randomness")
     rank = _ranks.replica_id if _ranks is not None and _ranks.are_current() else 0
     seed = (torch.initial_seed() - rank * _BETWEEN_RANKS) % 2**63  # rank 0's seed
@@ -102,7 +105,7 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
     def begin(part: int, batch: Sequence[int]) -> None:
         _part.set(part)
         (own,) = np.random.SeedSequence([seed, *batch, part]).generate_state(1, np.uint64).tolist()
-        # `torch.manual_seed` inspects the stack for each kind of device: 1 ms.
+        # `torch.manual_seed` would take 1 ms, because it inspects the stack for each kind of device.
         torch.default_generator.manual_seed(own % 2**63)
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(own % 2**63)

@@ -22,10 +22,10 @@ class TorchRuntime(Runtime):
     _ranks: TorchProcessGroup | None = None
 
     def communicator(self, axis_name: str) -> Communicator:
-        if self._ranks is not None and self._ranks.are_current():  # called several times in each step
+        if self._ranks is not None and self._ranks.are_current():  # reused, because each step asks several times
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
-            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # avoids work in each step
+            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # faster in each step
             if size > 1:
                 raise ValueError(
                     "Several processes were started, but no process group is open, so each would train a separate "
@@ -55,7 +55,7 @@ class TorchRuntime(Runtime):
                 parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
-            # `torch.autograd.grad` would bypass a DDP that owns the parameters and reduces in `backward`.
+            # `torch.autograd.grad` would bypass a DDP that contains the parameters: it reduces in `backward`.
             if value.requires_grad:
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()

@@ -1,7 +1,8 @@
 """Buckets of gradients with sharded state: each rank gets its slices of the sums.
 
-A bucket has one chunk per rank. Gradients are copied into memory shared by the buckets, and freed. Besides its slices,
-a rank holds two buckets, one being filled and one being sent, and the data received for the latter.
+A bucket has one chunk per rank, with the slices of that rank. Gradients are copied into memory shared by the buckets,
+and freed. Besides its slices, a rank holds two buckets, one being filled and one being sent, and the data received for
+the latter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 Pieces = Sequence[Sequence[tuple[int, int, int]]]
-"""For each rank, its pieces: variable, first element, end."""
+"""For each rank, its parts of gradients: the position of the variable, and start and end in its flat gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +72,11 @@ class SlicedBucket:
         self.wide = self._own[:chunk]
         if sent != like.dtype:
             self.wide = torch.zeros(chunk, dtype=like.dtype, device=like.device)
-        # Divide sums: they have fewer elements. Divide gradients instead if the dtype sent might overflow.
+        # For a mean, divide the sums, because they have fewer elements than the gradients. Divide the gradients if they
+        # are sent in half precision, because sums could overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
         self.num_missing = 0
-        # The parts of each gradient: first element in the memory sent, first element and end in the gradient.
+        # For each gradient, its parts: (offset in the memory that is sent, start and end in the flat gradient).
         self._targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
         self._unused: list[tuple[int, int]] = []
         own: dict[int, Tensor] = {}
@@ -103,7 +105,7 @@ class SlicedBucket:
         return self._own, self.wide
 
     def open(self) -> None:
-        """Attach the memory to be sent."""
+        """Take the shared memory from which this bucket is sent, and copy waiting gradients into it."""
         size = self._num_ranks * self._own.numel()
         self._flat = self._pool.take(("sent", self._number % 2), size, self._own)
         self._filled = set()
@@ -112,7 +114,7 @@ class SlicedBucket:
             self._copy(i, grad)
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Copy a gradient, or zeros for None, into the memory as soon as it is attached."""
+        """Copy a gradient times `weight`, or zeros for None, into the shared memory, if need be after `open`."""
         self._extremes.pop(i, None)
         if grad is None:
             self._filled.discard(i)
@@ -120,7 +122,7 @@ class SlicedBucket:
             return
         grad = grad.to_dense() if grad.is_sparse else grad
         grad = (grad if weight == 1 else grad * weight).reshape(-1)
-        if self._checks_finite and grad.numel():  # before it is freed
+        if self._checks_finite and grad.numel():  # now, because the gradient is freed
             self._extremes[i] = torch.stack(grad.aminmax())
         if self._flat is None:
             self._waiting[i] = grad
@@ -222,7 +224,7 @@ def sliced_buckets(
 ) -> list[SlicedBucket]:
     """Return the buckets of these tensors. The last bucket also sends the flags."""
     pool = MemoryPool()
-    # Buckets are sent in the order of becoming full.
+    # Sort buckets in the order in which a backward pass fills them, because they are sent in this order.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
     made = []
     for number, (places, pieces) in enumerate(buckets):

@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Tensor
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks. Its gradient is the sum of their gradients, because their losses sum to the batch's."""
+    """The sum of a tensor over ranks. Its gradient is the sum of the ranks' gradients, as their losses add up too."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, counts: bool) -> Tensor:
@@ -20,7 +20,7 @@ class _Summed(torch.autograd.Function):
         total = mine.contiguous().clone()
         statistics_group()
         with naming_missing_ranks(call="exchanges the statistics of a batch"):
-            # No local names: this frame would keep connections open after a failure.
+            # Avoid local names for the group, because this frame would keep its connections open after a failure.
             wait_for(dist.all_reduce(total, group=statistics_group(), async_op=True))
         return total
 

@@ -5,7 +5,7 @@ long as PyTorch's fused kernel. This file replaces only the arithmetic of an opt
 kernel includes it. Keras still does clipping, averages of weights, constraints and counters.
 
 Formulas without a kernel run on pieces that fit into the CPU's cache: with fewer operations than Keras', or with Keras'
-own code (`pieces.py`). Wrappers pass the factors of their gradients to the update, which saves a pass.
+own code (`pieces.py`). Wrappers that scale gradients pass the factors to the update, and save a pass over memory.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.optimizers.torch_adam.Adam` and others - the classes that `keras.optimizers.Adam()` makes.
@@ -61,7 +61,7 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
         function: calls the `apply` of the optimizers.
         args: arguments of `function`.
     """
-    # Methods are replaced during an update only: in between, optimizers are copied, saved and used elsewhere.
+    # Replace methods only during an update, because optimizers are copied, saved and used elsewhere in between.
     replaced = []
     for optimizer, exactly in optimizers:
         if is_elementwise(optimizer):
@@ -95,7 +95,8 @@ class _FusedStep:
         return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if includes_decay else {})}
 
     def _decay(self, variables: Sequence[Variable]) -> None:
-        # The kernel's decay depends on the rate, and reading that waits for an accelerator.
+        # On an accelerator, Keras decays the weights: the kernel's decay depends on the learning rate, and reading that
+        # would wait for the device.
         if self._exactly or variables[0].value.device.type != "cpu":
             getattr(type(self._optimizer), _DECAY)(self._optimizer, variables)
         else:
@@ -160,7 +161,7 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _keras_reads_gradients(optimizer: Optimizer) -> bool:
-    """Whether Keras reads gradients between `apply` and the step."""
+    """Whether Keras reads gradients between `apply` and the step. It would then read them without their factors."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
 
@@ -198,7 +199,8 @@ def _update(
         return
     decays = [bool(decayed) and optimizer._use_weight_decay(variable) for variable in variables]
     for has_decay in (False, True):
-        # A slice is empty if other replicas own all of the variable. Nadam still updates `_u_product`.
+        # Skip slices without elements, of variables that other replicas own. Nadam keeps them, because it must update
+        # `_u_product` even if it has no others.
         is_owned = [row[0].numel() > 0 or rule is _nadam for row in columns.rows]
         chosen = columns.only([owned and decay is has_decay for owned, decay in zip(is_owned, decays)])
         if chosen.rows:
@@ -276,7 +278,7 @@ def _momentum(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Colu
         for weights, grads, momentums in columns.lists():
             _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
         return
-    # The rate is so small that 1 + rate rounds it.
+    # The rate is so small that 1 + rate loses its digits, so compute without the kernel.
     for w, g, m in columns.pieces():
         w.add_(m.mul_(optimizer.momentum).add_(g, alpha=-rate))
 
@@ -298,7 +300,7 @@ def _nesterov(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Colu
 
 
 def _adagrad(optimizer: keras.optimizers.Adagrad, learning_rate: Any, columns: Columns) -> None:
-    # PyTorch's kernel adds epsilon after the square root.
+    # PyTorch's kernel is not used, because it adds epsilon after the square root, and Keras before.
     rate = _as_float(learning_rate)
     for w, g, s in columns.pieces():
         s.addcmul_(g, g)
@@ -309,7 +311,7 @@ def _adagrad(optimizer: keras.optimizers.Adagrad, learning_rate: Any, columns: C
 
 
 def _lion(optimizer: keras.optimizers.Lion, learning_rate: Any, columns: Columns) -> None:
-    # Bitwise identical to Keras, because rounding could flip a sign. The sign of 0 is 0.
+    # This must be bitwise identical to Keras, because a difference in rounding could flip a sign.
     like = columns.like
     rate = _as_float(ops.cast(learning_rate, like.dtype))
     buffer = torch.empty(0, dtype=like.dtype, device=like.device)

@@ -39,10 +39,10 @@ from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 PIECE = 2**18
-"""Elements of a piece of each array, on a CPU."""
+"""The number of elements in a piece of an array, on a CPU."""
 
 _MIN_PIECES = 4
-"""Minimum number of pieces, all arrays together. With fewer, the additional calls cost more than the cache saves."""
+"""The minimum number of pieces of all variables. With fewer, the additional calls cost more than the cache saves."""
 
 _SLOTS: dict[type, tuple[str, ...]] = {
     torch_adadelta.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
@@ -56,7 +56,8 @@ _SLOTS: dict[type, tuple[str, ...]] = {
     torch_sgd.SGD: ("momentums",),
     keras.optimizers.Ftrl: ("_accumulators", "_linears"),
 }
-"""The slots of each class. Arguments such as `amsgrad` decide which of them an optimizer has."""
+"""The slots of each class: its attributes with lists of state variables, one per weight. An optimizer has only those
+that its arguments, such as `amsgrad`, need."""
 
 DTYPES = (torch.float32, torch.float64)
 """Dtypes that pieces support. In half precision, PyTorch rounds the last elements of an array, which do not fill a
@@ -92,14 +93,15 @@ def update_in_pieces(
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
-    # On an accelerator pieces gain nothing, and Keras' step over all variables makes the fewest calls.
+    # On an accelerator, update whole arrays: pieces gain nothing there, and Keras' step over all variables makes fewer
+    # calls.
     is_whole = columns.like.device.type != "cpu" or columns.num_elements < _MIN_PIECES * PIECE
     if is_whole or not columns.are_uniform or not _is_exact(kind):
         if factors:
             grads = [_scaled(grad, factors.get(id(variable)), divides) for grad, variable in zip(grads, variables)]
         step(optimizer, grads, variables, learning_rate)
         return
-    # Each piece starts from the same scalar, so it is multiplied only once per step.
+    # Reset Nadam's scalar before each piece, because every call of the step multiplies it.
     product: Any = getattr(optimizer, "_u_product", None)
     before = None if product is None else product.value.clone()
     for group in columns.groups():
@@ -109,7 +111,7 @@ def update_in_pieces(
 
 
 def pieces_are_faster(variables: Sequence[Variable]) -> bool:
-    """Whether an update of these variables takes less time in pieces."""
+    """Whether updating arrays in pieces that fit into the CPU's cache is faster than updating them whole."""
     values = values_of(variables)
     return values[0].device.type == "cpu" and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
 
@@ -129,10 +131,10 @@ class Columns:
     """The tensors of an update, and the factors of its gradients."""
 
     rows: list[tuple[Tensor, ...]]
-    """Weights, gradient and slots of each variable."""
+    """For each variable: its weights, its gradient, and its state in each slot."""
 
     factors: list[Tensor | None]
-    """Factor of each gradient, or None."""
+    """The factor of each gradient, or None."""
 
     divides: bool
     """Whether gradients are divided by their factors, instead of multiplied."""
@@ -172,13 +174,13 @@ class Columns:
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield lists of weights, of gradients and of each slot: once if no factors exist, otherwise per group."""
+        """Yield lists of weights, gradients and each slot: for all variables, or with factors for each group."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
 
     def groups(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """Yield groups of pieces, of together at most `PIECE` elements (small tensors are not counted)."""
+        """Yield groups of pieces with at most `PIECE` elements in all, not counting small tensors."""
         group: list[tuple[Tensor, ...]] = []
         factors: list[Tensor | None] = []
         size = 0
@@ -227,7 +229,7 @@ class Columns:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether a call takes longer than its arithmetic, so tensors should share calls."""
+    """Whether a call takes longer than the arithmetic on this tensor. Such tensors share calls."""
     return tensor.numel() <= PIECE // 32
 
 
@@ -251,7 +253,7 @@ def columns_of(
     factors: Factors,
     divides: bool,
 ) -> Columns:
-    """Collect the tensors of an update. `names` are the slots."""
+    """Collect the tensors of an update. `names` are the names of the optimizer's slots."""
     positions = [optimizer._get_variable_index(variable) for variable in variables]
     slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
@@ -271,7 +273,7 @@ def _update_piece(
     reads_values = step.__name__ == "_parallel_update_step"
     rows = [[_Value(t) for t in row] if reads_values else row for row in (weights, *slots)]
     positions = {id(weight): i for i, weight in enumerate(rows[0])}
-    twin.__dict__.update(  # Keras tracks assignments of attributes
+    twin.__dict__.update(  # not `setattr`, because Keras tracks assigned attributes
         {
             **optimizer.__dict__,
             **dict(zip(slot_names(optimizer), rows[1:])),
@@ -284,7 +286,7 @@ def _update_piece(
 
 
 class _Value:
-    """Replaces a variable: `_parallel_update_step` reads nothing but `value`."""
+    """Replaces a variable, because `_parallel_update_step` reads only its `value`."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
