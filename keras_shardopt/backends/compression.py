@@ -63,7 +63,7 @@ class Compressed(Communicator):
 
 
 def dtype_sent(dtype: str, compression: str | None) -> str:
-    """Return the dtype in which a tensor of this dtype is sent."""
+    """Return the dtype in which a tensor is sent: `compression` for float32 and float64, otherwise its own."""
     return compression if compression is not None and dtype in ("float32", "float64") else dtype
 
 

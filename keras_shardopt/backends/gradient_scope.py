@@ -11,7 +11,7 @@ _lock = threading.Lock()
 
 
 class GradientScope:
-    """Facts about the gradients inside a `CrossShard`. All optimizers in it share this object, down to the next one."""
+    """Facts about the gradients inside a `CrossShard`, for all optimizers in it, down to the next `CrossShard`."""
 
     def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
         self.outer = outer

@@ -1,6 +1,6 @@
 """Finds the optimizers of a model, and the models of a variable.
 
-Keras knows only `model.optimizer`, but a GAN may hold two optimizers as attributes. An optimizer has no reference to
+Keras knows only `model.optimizer`, but a GAN can hold two optimizers as attributes. An optimizer has no reference to
 the models of its variables.
 
 Private names of Keras touched here (a test holds each of them):
@@ -54,7 +54,7 @@ def has_built_in_step(model: Any) -> bool:
 
 
 def optimizers_in_step(model: Any) -> list[Any]:
-    """Return the optimizers that `train_step` may use: only `model.optimizer` if it is the built-in one."""
+    """Return the optimizers that `train_step` can use: if it is Keras' built-in one, only `model.optimizer`."""
     if not has_built_in_step(model):
         return optimizers_of(model)
     first = getattr(model, "optimizer", None)

@@ -56,7 +56,7 @@ class MappedAxis(Communicator):
         return self._varies(jax.lax.axis_index(self._axis))
 
     def varying(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cast values to varying along the axis, so their gradients are local."""
+        """Cast values to "varying", that is, different on each replica. JAX then does not sum their gradients."""
         if not self._tracks_varying:
             return list(values)
         return [v if self._varies(v) else jax.lax.pcast(v, (self._axis,), to="varying") for v in values]

@@ -112,7 +112,7 @@ class JaxPlacement(Placement):
         if jax.process_count() == 1:
             super().assign_replica_values(variable, arrays)
             return
-        (array,) = arrays  # `assign` would compare the value on all processes
+        (array,) = arrays  # set `_value`, because `assign` would compare the value on all processes
         variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
@@ -207,7 +207,7 @@ _direct_assign_in_keras = keras.Variable._direct_assign
 
 
 def _direct_assign(variable: Variable, value: Any) -> None:
-    """Replaces Keras' method."""
+    """Replaces Keras' method of that name, to assign without communication if that is allowed."""
     is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
     before: Any = getattr(variable, "_value", None) if is_alone else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable

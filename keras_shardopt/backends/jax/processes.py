@@ -120,7 +120,7 @@ def _name(device: jax.Device) -> str:
 
 
 def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
-    # `process_count` alone would create the devices.
+    # Check `is_initialized` first, because `process_count` would create the devices.
     if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ValueError(
             "`timeout` cannot be set here for several processes, because JAX has connected them. "
@@ -159,7 +159,7 @@ def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) ->
     given = os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"]
     _make_cpu_devices(None if num_replicas is None else max(1, num_replicas // int(given)))
     jax_initialize = jax.distributed.initialize
-    if timeout is not None:  # Keras does not pass it on
+    if timeout is not None:  # set it in JAX, because Keras has no argument for it
         seconds = max(1, round(timeout.total_seconds()))
         names = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
         jax.distributed.initialize = functools.partial(jax_initialize, **dict.fromkeys(names, seconds))
@@ -233,7 +233,7 @@ def naming_lost_processes() -> Iterator[None]:
     """Replace errors about a lost connection by an error with the other processes and the remedy."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if `jit` has cached the step
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # a step cached by `jit` raises ValueError
         num_processes, mine = processes.process()
         if num_processes == 1 or not _LOST_CONNECTION.match(str(error)):
             raise
@@ -247,7 +247,7 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-# The beginnings of XLA's messages. RESOURCE_EXHAUSTED and others are errors of this process.
+# The beginnings of XLA's messages about other processes. RESOURCE_EXHAUSTED, for example, is an error of this process.
 _LOST_CONNECTION = re.compile(
     "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
 )

@@ -1,7 +1,7 @@
 """Replicas on PyTorch: the ranks of `torch.distributed`.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without one.
+    `keras.src.backend.common.global_state` - holds "global_seed_generator", for layers without a seed.
 """
 
 from __future__ import annotations

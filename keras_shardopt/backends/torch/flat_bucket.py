@@ -17,12 +17,12 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 CALL = "reduces the gradients of an update"
-"""The description of a rank that reduces gradients, as errors name it."""
+"""The words for a reduction of gradients in error messages, after "rank 0"."""
 
 
 @dataclasses.dataclass
 class FlatBucket:
-    """Gradients that are reduced together."""
+    """Memory for gradients that are reduced together, by one all-reduce."""
 
     places: list[int]
     """The positions of its variables, in the order of their gradients in memory."""
@@ -61,7 +61,7 @@ class FlatBucket:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The memory of the results."""
+        """The tensors with the gradients sent and with the results."""
         return self.flat, self.wide
 
     def local_nonfinite(self) -> list[int]:

@@ -11,7 +11,7 @@ can therefore decide when to send. It sends early only in the step of Keras' tra
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
 `.grad` is then NaN. A later gradient of the same variable is sent separately and added.
 
-With accumulated gradients, a rank sends only in the last micro-batch: the mean of all. Finite checks take one sum per
+With accumulated gradients, a rank sends only in the last micro-batch: the mean of all. Finite checks test one sum per
 bucket. If a sum is not finite, all ranks together check each gradient.
 
 Private names of Keras touched here (a test holds them):
@@ -138,7 +138,7 @@ class Buckets:
         _remove_hooks(getattr(self, "_hooks", []))
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copied optimizer creates its own buckets
+        return type(None), ()  # None in a copy of an optimizer, because that creates its own buckets
 
     # -- during the backward pass ------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Buckets:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
         `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, `window` is given in the
-        last micro-batch: it maps its gradient of a variable, or None, to that of all micro-batches.
+        last micro-batch. It maps the gradient of that batch, or None, to the gradient of all.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -174,7 +174,7 @@ class Buckets:
         if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
             self._add_hooks(parameters, trainable)
         if any(parameter.grad is not None for parameter in parameters):
-            return  # the program accumulates gradients
+            return  # the program accumulates gradients in `.grad`, so only `reduce` can send them
         if not self._can_resend and (self._has_other_hooks() or exchanges_statistics()):
             # Send after the backward pass. Other hooks read `.grad`, and sending early would free it. With layers that
             # exchange statistics, ranks could wait for each other: this one for a bucket of a rank that sends later,
@@ -203,7 +203,8 @@ class Buckets:
 
     def _take(self, i: int, parameter: Tensor) -> None:
         bucket = self._bucket_of[i]
-        # A second gradient, or a nested backward pass (reentrant checkpoints): `.grad` is complete only at the end.
+        # Skip a second gradient of a weight, and nested backward passes (reentrant checkpoints), because `.grad` is
+        # complete only at the end.
         if i in self._taken or torch._C._current_graph_task_id() != self._task:
             self._was_late |= self._can_resend  # if gradients are freed, `_late_gradients` finds the late ones
             return
@@ -385,7 +386,7 @@ class Buckets:
             bucket.open()
 
     def _must_repeat(self, received: Any) -> bool:
-        """Return whether any rank needs all gradients sent again. Raise an error if ranks do not match."""
+        """Return whether any rank needs all gradients sent again. Raise an error if ranks make different calls."""
         received.check_all_train()
         num_late, num_odd, num_even, *lost = received.more
         if any(number > 0 for number in lost):
@@ -478,7 +479,7 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf` from the first non-finite places, own and global, counted from 1 (0: none)."""
+        """Return `Step.found_inf`. `mine` and `place` are this rank's and the global position, from 1 (0: none)."""
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
         with naming_missing_ranks():
@@ -508,7 +509,7 @@ class _Listener:
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()
         if buckets is not None and buckets._is_running:
-            # Gradients are enabled only if the backward pass itself is differentiated.
+            # During a backward pass, gradients are enabled only if that pass itself is differentiated.
             take = torch.no_grad()(buckets._take) if torch.is_grad_enabled() else buckets._take
             take(self._i, parameter)
 

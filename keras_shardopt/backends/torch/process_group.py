@@ -52,7 +52,7 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""The time before a waiting rank acts on a note. Until then, the other rank may only be ahead by the end of a step."""
+"""The time before a waiting rank acts on a note. Until then, the other rank may only have ended the step earlier."""
 
 
 class _Group:
@@ -108,7 +108,7 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Open the default process group ("gloo" or "nccl") of the ranks that torchrun started.
 
-    A second group may have fewer ranks. `timeout` limits each collective; None is PyTorch's default.
+    A second group can have fewer ranks. `timeout` limits each collective; None is PyTorch's default.
 
     Raises:
         ValueError: if the launcher did not set the address of rank 0.
@@ -122,8 +122,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         # One store for all groups: rank 0 may host it, and other ranks could connect to an earlier one.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
-        # Each group has a prefix, or its ranks would read the addresses of the previous group. torchrun's store
-        # outlives ranks that it restarts.
+        # Each group has a prefix, or its ranks would read the addresses of the previous group. It includes the attempt,
+        # because torchrun's store outlives ranks that it restarts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
@@ -233,7 +233,7 @@ def failure() -> tuple[str, str] | None:
 _FAILURE = "keras_shardopt/failure"
 
 
-# Renamed in PyTorch 2.13; the old name warns.
+# PyTorch 2.13 renamed this function, and the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -364,7 +364,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):
             function()
 
-    # A thread, because it may never end, as in `_answers`.
+    # Use a thread, because the function may never return, as in `_answers`.
     group.store_thread = threading.Thread(target=run, daemon=True)
     group.store_thread.start()
     group.store_thread.join(POLL_SECONDS)

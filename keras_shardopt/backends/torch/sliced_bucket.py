@@ -37,7 +37,7 @@ class SlicedBucket:
 
     `number` is the index of this bucket, and `like` a tensor with the dtype and device of its variables, at `places`.
     `pieces` are those of all ranks, `shapes` the shapes of this rank's slices by place. With `checks_finite`, it
-    records non-finite gradients.
+    records which gradients are not finite, before they are freed.
     """
 
     can_resend = False
@@ -114,7 +114,7 @@ class SlicedBucket:
             self._copy(i, grad)
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Copy a gradient times `weight`, or zeros for None, into the shared memory, if need be after `open`."""
+        """Copy a gradient times `weight`, or zeros for None, into the shared memory. Before `open`, only keep it."""
         self._extremes.pop(i, None)
         if grad is None:
             self._filled.discard(i)
@@ -191,7 +191,7 @@ class SlicedBucket:
 
 
 def _sum_rows(rows: Tensor, total: Tensor) -> None:
-    if rows.dtype not in (torch.float32, torch.float64):  # `torch.sum` accumulates these in float32
+    if rows.dtype not in (torch.float32, torch.float64):  # `torch.sum` adds half precision in float32
         torch.sum(rows, 0, out=total)
         return
     torch.add(rows[0], rows[1], out=total)  # bitwise equal to `torch.sum`, in a third of its time
