@@ -41,7 +41,7 @@ class World:
     """Whether `model.fit` needs this setup even after the `with` block."""
 
     forget: Callable[[], None] = lambda: None
-    """Called when `data_parallel()` is closed for good, not each time it is left. Later code can use one device."""
+    """Called when `data_parallel()` is closed for good, not each time it is left: forgets its number of replicas."""
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait as `Processes.barrier` does, without a collective, because other processes could pair it with another one.
+    """Wait as `Processes.barrier` does, without a collective that other processes could pair with another.
 
     `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
     and this one's index, and `noun` "process" or "rank".
@@ -191,5 +191,5 @@ class Processes:
         yield World()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all processes, ordered by index. All processes must call it. A trace can call it too."""
+        """Return the values of all processes, ordered by index. All processes must call it, also during a trace."""
         return [value]

@@ -56,7 +56,7 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     return OwnParts(array.shape, str(array.dtype), parts)
 
 
-# On these backends, one array can lie on several processes. The import is here because they import the names above.
+# On these backends, one array can lie on several processes. Import their modules below the names that they import.
 _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 

@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate the members' tensors on each device. With `takes_part`, take only its slice of each."""
+        """Concatenate the members' tensors on each device. With `takes_part`, use only the slices for its replica."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "Coded gradients on TensorFlow need `MirroredStrategy`, in one process. Received: replicas of another "
@@ -108,7 +108,7 @@ class ReplicaContext(Communicator):
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
         """Return the sums over replicas times `factor`, in one process: first of pairs by id, then of pairs of sums.
 
-        Each tensor is summed on one device, and each device sums about equal bytes. Replicas send as much as in a ring.
+        Each tensor is summed on one device, and all devices sum about equally much. Replicas send as much as in a ring.
         """
         note("all_reduce", tensors, self.num_replicas)
 
