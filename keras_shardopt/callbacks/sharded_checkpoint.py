@@ -88,6 +88,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f'Received: save_freq={self.save_freq!r}. Use `save_freq="epoch"`.'
             )
         self._num_batches = 0
+        self._check(wait=True)  # a save that an interrupted `fit` began
         if is_chief():
             delete_abandoned(self.directory)
             self._complete = complete_saves(self.directory)

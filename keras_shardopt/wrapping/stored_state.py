@@ -206,9 +206,18 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
 
 
 def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
+    own = _Metadata(_slots_in_state(optimizer), kind_of(optimizer) if optimizer.built else None, None)
+    _check_metadata(own, _metadata_in(store))
+
+
+def check_groups(own: Any, stored: Any) -> None:
+    """Raise ValueError unless two groups of an HDF5 file describe the same variables and the same optimizer."""
+    _check_metadata(_metadata_in(own), _metadata_in(stored))
+
+
+def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     """Raise ValueError if arrays of the right shapes belong to other variables or another optimizer."""
-    metadata = _metadata_in(store)
-    mine, kind = _slots_in_state(optimizer), kind_of(optimizer)
+    mine, kind = own.slots, own.kind
     # Older files lack the class, and the numbers in their names may differ even in names given by users.
     comparable = without_counters if metadata.kind else without_numbers
     keys = [key for key in mine if key in metadata.slots]
@@ -219,7 +228,7 @@ def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
     received = [f"`{metadata.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing]
-    if optimizer.built and metadata.kind not in (None, kind):
+    if kind is not None and metadata.kind not in (None, kind):
         received = [f"state of `{metadata.kind}` where this optimizer is `{kind}`", *received]
     if received:
         raise ValueError(

@@ -74,6 +74,8 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         else:
             _write_weights(checkpoint, unfinished.path)
         unfinished.finish()
+    except RuntimeError as error:  # HDF5 on a full disk
+        raise OSError(f"The file {target!r} cannot be written: {error}") from error
     finally:
         unfinished.discard()
 

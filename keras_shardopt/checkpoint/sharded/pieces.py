@@ -48,6 +48,7 @@ def write_process(folder: str, index: int, sources: Mapping[str, Source], about:
     Raises:
         OSError: if the folder cannot be written to.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     name = f"rank-{index:05d}.safetensors"
@@ -67,7 +68,10 @@ def write_process(folder: str, index: int, sources: Mapping[str, Source], about:
             "pieces": pieces,
         }
     path = os.path.join(folder, name)
-    save_file(tensors, f"{path}.unfinished")
+    try:
+        save_file(tensors, f"{path}.unfinished")
+    except SafetensorError as error:  # a full disk
+        raise OSError(f"The file {path!r} cannot be written: {error}") from error
     _finish(path)
     report = {**about, "entries": entries, "bytes": os.path.getsize(path)}
     write_json(report_path(folder, index), report)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ from keras_shardopt.checkpoint.training_state import (
 )
 from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import kind_of
+from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 # On JAX, `assign` of one process would compare values with the other processes.
@@ -84,7 +85,9 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
     """
     manifest = checkpoint.manifest
     optimizer = getattr(model, "optimizer", None)  # a `Sequential` model gets the attribute in `compile`
-    if optimizer is not None and not optimizer.built:
+    stored = zip(optimizers_of(model), manifest["built_on"])
+    was_built = manifest["step"] > 0 or any(each is optimizer and own is not None for each, own in stored)
+    if optimizer is not None and not optimizer.built and was_built:
         optimizer.build(model.trainable_variables)
     build_optimizers(model, manifest["built_on"])
     seen = _check_fits(model, checkpoint, process)
@@ -158,7 +161,9 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
     problems = []
     kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
     if has_optimizer and kinds != checkpoint.manifest["optimizers"]:
-        problems.append(f"state of {listed(checkpoint.manifest['optimizers'])}, but the model has {listed(kinds)}")
+        problems.append(
+            f"state of {listed(checkpoint.manifest['optimizers']) or 'no optimizer'}, but the model has {listed(kinds)}"
+        )
     for path in sorted(own.keys() | stored.keys()):
         is_optional = _WRAPPER_STATE in path or (path not in own and not has_optimizer)
         if path not in own or path not in stored:
@@ -172,7 +177,20 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
             f"The checkpoint must be of the same model and optimizer. Received: {checkpoint.folder!r}, with "
             f"{listed(problems)}."
         )
+    loaded = _Loaded(checkpoint)
+    for group, arrays in _groups({path: source.notes for path, source in store.sources.items()}).items():
+        if group in loaded.groups:
+            check_groups(*(types.SimpleNamespace(_h5_entry_group=each) for each in (arrays, loaded.groups[group])))
     return store.seen
+
+
+def _groups(notes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return groups of arrays with attributes, as in an HDF5 file."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, attributes in notes.items():
+        group, _, key = path.rpartition("/")
+        groups.setdefault(group, {})[key] = types.SimpleNamespace(attrs=attributes)
+    return groups
 
 
 class _Saved(saving_lib.H5IOStore):
@@ -215,21 +233,20 @@ class _Loaded(saving_lib.H5IOStore):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._h5_entry_group: dict[str, Any] = {}
-        self._groups: dict[str, dict[str, Any]] = {}
+        self.groups = _groups({path: checkpoint[path].notes for path in checkpoint})
         for path in checkpoint:
             group, _, key = path.rpartition("/")
-            array = checkpoint[path]
-            self._groups.setdefault(group, {})[key] = types.SimpleNamespace(attrs=array.notes, array=array)
+            self.groups[group][key].array = checkpoint[path]
 
     def __bool__(self) -> bool:
         return True
 
     def get(self, path: str) -> _Loaded:
-        self._h5_entry_group = self._groups.get(f"{path}/vars" if path else "vars", {})
+        self._h5_entry_group = self.groups.get(f"{path}/vars" if path else "vars", {})
         return self
 
     def has_path(self, path: str) -> bool:
-        return any(group == path or group.startswith(f"{path}/") for group in self._groups)
+        return any(group == path or group.startswith(f"{path}/") for group in self.groups)
 
     def stored(self, key: str) -> StoredArray:
         """Return an array that is not read yet."""

@@ -227,6 +227,39 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path):
 
 
 @same
+def test_the_same_layers_in_another_order_change_nothing(tmp_path):
+    def named(*names):
+        layers = [keras.layers.Dense(problem.NUM_FEATURES, name=name) for name in names]
+        model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+        model.compile(ks.CrossShard("adam"), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    ks.save_sharded(named("first", "second"), tmp_path)
+    model = named("second", "first")
+    before = values(model)
+    with pytest.raises(ValueError, match="`first/kernel momentum` where this optimizer has `second/kernel momentum`"):
+        ks.load_sharded(model, tmp_path)
+    assert_same(values(model), before)
+
+
+@same
+@pytest.mark.parametrize("optimizer", ["adam", lambda: ks.CrossShard("adam")], ids=["plain", "wrapped"])
+def test_an_optimizer_that_was_not_built_comes_back(tmp_path, optimizer):
+    def new():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile(optimizer if isinstance(optimizer, str) else optimizer(), "mse")
+        return model
+
+    saved = new()
+    ks.save_sharded(saved, tmp_path)
+    model = new()
+    assert ks.load_sharded(model, tmp_path) == (0, 0)
+    assert_same(model.get_weights(), saved.get_weights())
+    model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
+
+
+@same
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path):
     first, second = trained(seed=1), trained(seed=2)
     ks.save_sharded(first, tmp_path)
@@ -350,6 +383,34 @@ def test_an_error_in_the_background_ends_training(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         fitted(trained(), ks.callbacks.ShardedCheckpoint(tmp_path, save_freq=1), epochs=50)
     assert os.listdir(tmp_path) == []
+
+
+@same
+def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
+    import safetensors.numpy
+
+    def save_file(*_):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
+    with pytest.raises(OSError, match=r"rank-00000.safetensors.*No space left"):
+        ks.save_sharded(trained(), tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@same
+def test_a_save_of_an_interrupted_fit_is_kept(tmp_path):
+    model, save = trained(), ks.callbacks.ShardedCheckpoint(tmp_path, keep=1)
+    with pytest.raises(InterruptedError):
+        fitted(model, save, Interrupting(), epochs=3)
+    save._save._thread.join()
+    newest = saves.complete_saves(str(tmp_path))[-1]
+    found = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: found.append(saves.complete_saves(str(tmp_path)))
+    )
+    fitted(model, save, seen, epochs=1)
+    assert newest in found[0]
 
 
 @same
