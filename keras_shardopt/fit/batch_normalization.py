@@ -1,18 +1,18 @@
 """`BatchNormalization(synchronized=True)`: statistics of all rows of the global batch, on every backend.
 
 Keras implements it on TensorFlow only. In the steps of a prepared model, each replica computes mean and variance of its
-own rows. Replicas exchange them, and combine them by the formula of Chan, Golub and LeVeque (1979):
+own rows. Replicas exchange these statistics, and combine them by the formula of Chan, Golub and LeVeque (1979):
 
     n = sum n_r,   mean = sum n_r mean_r / n,   variance = sum (M_r + n_r (mean_r - mean)^2) / n
 
 n_r is the number of values per channel on replica r, and M_r the sum of their squared differences from mean_r. Unlike
-E[x^2] - E[x]^2, it keeps its precision if the mean is large. It costs one small exchange in the forward pass, and one
-in the backward pass for the gradients.
+E[x^2] - E[x]^2, the formula keeps its precision if the mean is large. Each layer then costs one small exchange in the
+forward pass, and one in the backward pass for the gradients.
 
 Private names of Keras touched here (a test holds each of them):
     `BatchNormalization.__init__` - raises for `synchronized=True` on backends other than TensorFlow.
     `BatchNormalization._moments`, `_reduction_axes` - mean and variance of a batch, and their axes.
-    `keras.src.backend.common.symbolic_scope.in_symbolic_scope` - whether only shapes are computed.
+    `keras.src.backend.common.symbolic_scope.in_symbolic_scope` - whether Keras only computes shapes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# A differentiable sum over ranks (PyTorch), and whether Keras also synchronizes (TensorFlow).
+# PyTorch only: the module with a differentiable sum over ranks. TensorFlow only: Keras synchronizes too.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
-# PyTorch only: a Keras model may contain modules of the framework.
+# PyTorch only: finds the `torch.nn` modules that a Keras model can contain.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 
@@ -55,12 +55,12 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
     differentiates through them. So the update is that of one process with the whole batch. Replicas may have different
     numbers of rows or none, and a `mask` is respected. With one replica, nothing changes.
 
-    Without synchronization, each replica normalizes with its own rows on TensorFlow and PyTorch. On JAX, statistics are
-    those of the whole batch, unless `CrossShard` needs per-replica gradients.
+    Without synchronization, each replica normalizes with its own rows on TensorFlow and PyTorch. On JAX, it normalizes
+    with the whole batch, unless `CrossShard` needs per-replica gradients.
 
-    Outside of a prepared model, the layer uses its replica's rows: for example in `model(x, training=True)` or a custom
-    training loop. On several PyTorch ranks, a warning says this; move the loop into `train_step` of a prepared model.
-    On TensorFlow, Keras synchronizes in every `strategy.run`. Inference exchanges nothing.
+    Outside of the steps of a prepared model, such as in `model(x, training=True)` or a custom training loop, the layer
+    normalizes with its replica's rows, and several PyTorch ranks warn. To synchronize, move the loop into `train_step`
+    of a prepared model. On TensorFlow, Keras synchronizes in every `strategy.run`. Inference exchanges nothing.
 
     A `torch.nn.BatchNorm1d` (`2d`, `3d`) inside a PyTorch module stays unsynchronized, and a warning names it.
 
@@ -68,7 +68,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
         model: a `keras.Model` or a layer. The layers inside it change in place, at any depth.
 
     Returns:
-        The same model. Its files contain `synchronized: True`. On JAX and PyTorch, load them inside `data_parallel()`.
+        The same model. Its files contain `synchronized: True`; on JAX and PyTorch, load them inside `data_parallel()`.
 
     Raises:
         TypeError: if `model` is neither a model nor a layer.
@@ -98,19 +98,19 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
     for layer in layers_of(model):
         if isinstance(layer, _Layer):
             layer.synchronized = True
-        if isinstance(layer, keras.Model):  # functions traced before use the old setting
+        if isinstance(layer, keras.Model):  # drop compiled functions, because they use the old setting
             layer.train_function = layer.test_function = layer.predict_function = None
     return model
 
 
 def synchronized_statistics(model: Any) -> set[int]:
-    """Return the `id` of each moving statistic that is equal on all replicas, even on one without rows."""
+    """Return the `id` of each moving statistic of synchronized layers. Replicas without rows have equal values too."""
     layers = [each for each in layers_of(model) if isinstance(each, _Layer) and each.synchronized]
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
 
 def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that accepts `synchronized=True` on every backend."""
+    """Return a constructor for `BatchNormalization` that accepts `synchronized=True` on every backend."""
 
     @functools.wraps(in_keras)
     def init(layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
@@ -118,7 +118,7 @@ def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
         if synchronized:
             layer.synchronized = synchronized
 
-    # Keras builds a config from the signature, and does not always unwrap.
+    # Keras builds a layer's config from this signature, and does not always unwrap the function.
     vars(init)["__signature__"] = inspect.signature(in_keras)
     return init
 
@@ -128,7 +128,7 @@ _moments_in_keras = _Layer._moments
 
 @functools.wraps(_moments_in_keras)
 def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Replaces the method of Keras."""
+    """Replaces the method of Keras that computes mean and variance of a batch."""
     if not layer.synchronized:
         return _moments_in_keras(layer, inputs, mask)
     part = None if in_symbolic_scope() else current_share()
@@ -149,7 +149,7 @@ def _moments_of_all(x: Tensor, mask: Tensor | None, axes: tuple[int, ...], part:
         valid = mask if valid is None else ops.logical_and(mask, valid)
     mine = ops.stack([ops.reshape(value, (-1,)) for value in _local_moments(x, valid, axes)])
     replicas = ops.reshape(ops.arange(part.replicas.num_replicas), (-1, 1, 1))
-    # A sum with one slot per replica: it is fast on every backend, unlike a gather.
+    # Gather by a sum: each replica fills its row of an array of zeros. Unlike a gather, this is fast on every backend.
     placed = ops.where(ops.equal(replicas, part.replicas.replica_id), mine[None], ops.zeros_like(mine))
     everyones = _sum_over_replicas(placed, part)
     counts, means, squares = ops.stop_gradient(everyones[:, 0]), everyones[:, 1], everyones[:, 2]
@@ -168,7 +168,7 @@ def _local_moments(x: Tensor, valid: Tensor | None, axes: tuple[int, ...]) -> tu
     sizes = [ops.shape(x)[axis] for axis in axes]
     mean, variance = ops.mean(x, axes), ops.var(x, axes)
     count = ops.ones_like(mean) * math.prod(ops.cast(size, dtype_of(x)) for size in sizes)
-    # A replica may have no rows on TensorFlow; the mean would be NaN.
+    # On TensorFlow, a replica can have no rows. Its mean is then NaN, so replace it by 0.
     return count, ops.where(count > 0, mean, 0.0), ops.where(count > 0, variance * count, 0.0)
 
 
@@ -200,8 +200,8 @@ _WARNED = "_keras_shardopt_warned"
 def _warn_of_local_statistics(layer: Any) -> None:
     """Warn, once per layer, that it normalizes with the rows of one replica."""
     try:
-        is_local = not runtime.communicator("").is_spmd  # an SPMD program has the rows of all replicas
-    except ValueError:  # in the user's `shard_map` or `pmap`
+        is_local = not runtime.communicator("").is_spmd  # one SPMD program has the rows of all replicas
+    except ValueError:  # the layer runs in the user's `shard_map` or `pmap`
         is_local = True
     if is_local and _WARNED not in vars(layer):
         object.__setattr__(layer, _WARNED, True)

@@ -1,13 +1,13 @@
-"""Callbacks of a prepared model on several processes: one decision, one file.
+"""Callbacks of a prepared model on several processes: all make the same decision, and one process writes.
 
-Every process has all callbacks. They receive the logs of all replicas, so they make the same decision. Without changes,
-each process would write the same file, so callbacks that only write run on the first process only. If a callback saves
-the model, all processes take part, because state may be sharded among them, and the first process writes.
+Callbacks that only write run on the first process, the others on every process. Logs cover all replicas, so a callback
+makes the same decision on every process. If it saves the model, all processes take part, because state may be sharded
+among them, and the first process writes.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
     `BackupAndRestore._weights_path` - the file of that callback.
-    `OrbaxCheckpoint._save_checkpoint` - reads the state of the model, and writes it.
+    `OrbaxCheckpoint._save_checkpoint` - reads and writes the state of the model.
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
 """
 
@@ -45,19 +45,22 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""Callbacks that only write, print or send."""
+"""Classes of callbacks that only write files, print or send. They run on the first process only."""
 
 _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
 """Keras's callback that writes with Orbax; `()` in older versions without it."""
 
 _NO_BATCH_LOGS = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
-"""Callbacks that read no logs of batches, or (the progress bar) only those of some batches."""
+"""Classes of callbacks that do not need the logs of every batch; the progress bar reads the logs of some batches."""
 
 _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a `save_model` or `save_weights` for prepared models, also in modules that imported Keras's by name."""
+    """Return a `save_model` or `save_weights` that calls the method of a prepared model, which writes complete files.
+
+    Also replace Keras's function in all modules that have imported it by name.
+    """
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
 
@@ -72,7 +75,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        # The methods of models call the functions of `keras.src`, so leave those unchanged.
+        # The methods of models call the functions in `keras.src`, so keep those: `save` would call itself.
         if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
@@ -80,12 +83,12 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
 
 def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return the `set_model` of callback lists, changed to adapt the callbacks of prepared models."""
+    """Return a `set_model` for callback lists that adapts the callbacks of a prepared model to several processes."""
 
     @functools.wraps(in_keras)
     def set_model(callback_list: Any, model: Any) -> None:
         for callback in callback_list.callbacks:
-            take_out(callback)  # another model may have trained with it
+            take_out(callback)  # undo the changes for another model that has trained with this callback
         if model is not None and is_prepared(model):
             if _are_several():
                 callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
@@ -97,7 +100,7 @@ def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def callbacks_of_call(model: Any) -> Iterator[None]:
-    """Restore the callbacks of the outer call after a nested call of `fit`, `evaluate` or `predict`."""
+    """After a call of `fit`, `evaluate` or `predict` inside another one, restore the callbacks of the outer call."""
     before = running_callbacks(model)
     try:
         yield
@@ -106,41 +109,41 @@ def callbacks_of_call(model: Any) -> Iterator[None]:
 
 
 def running_callbacks(model: Any) -> list[Any]:
-    """Return the callbacks of the running call on this process."""
+    """Return the callbacks of the running `fit`, `evaluate` or `predict` on this process."""
     return vars(model).get(_CALLBACKS, [])
 
 
 BAR_SECONDS = 0.05
-"""The interval of refreshes of Keras's progress bar, in seconds."""
+"""The time between two refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""Time in seconds for which a process without readers of batch logs assumes that none appears."""
+"""If no callback reads the logs of batches, a process assumes for this time in seconds that none will."""
 
 
 class BatchLogs:
-    """The logs of batches over all replicas, aggregated only when a callback reads them.
+    """Decides for which batches the logs of all replicas are aggregated: only if a callback reads them.
 
-    Between refreshes, the progress bar gets the last logs again, because aggregation takes time.
+    Between two refreshes, the progress bar gets the last logs again, because aggregation takes time.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.is_fitting = False
-        """Whether a `fit` is running."""
+        """Whether a `fit` of the model is running."""
         self._shown: dict[bool, dict[str, Any]] = {}
         self._shown_at = 0.0
 
     def are_read(self, trains: bool) -> bool:
-        """Whether the logs of the next training (or test) batch are read."""
+        """Whether a callback reads the logs of the next batch; `trains`: a training batch, not a test batch."""
         if self._always(trains):
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # Non-metric logs never reach `show`, so they are aggregated for every batch: later they are not available.
+        # A step whose logs are not its metrics never calls `show`. Its logs are then read in every batch.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
-        """Return the time in seconds for which no callback of this process reads logs of batches."""
+        """Return for how many seconds certainly no callback of this process needs new logs of batches."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS
@@ -157,20 +160,20 @@ class BatchLogs:
         return self._shown.get(trains, logs)
 
     def show(self, trains: bool, metrics: dict[str, Any]) -> None:
-        """Keep the aggregated metrics for the progress bar."""
+        """Keep aggregated metrics, to pass them to the progress bar until its next refresh."""
         self._shown[trains], self._shown_at = metrics, time.monotonic()
 
     def forget(self) -> None:
-        """Drop the kept logs, because metrics are reset."""
+        """Drop the kept logs. Called when metrics are reset, because the logs are then out of date."""
         self._shown.clear()
 
 
 _HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_end",)}
-"""The methods of callbacks that receive the logs of a batch; keys: whether in training."""
+"""The methods of callbacks that receive the logs of a batch: in training (True) and in evaluation (False)."""
 
 
 def _reads_batch_logs(callback: Any, *hooks: str) -> bool:
-    """Whether a callback reads the logs of each batch, in methods with these names."""
+    """Whether a callback reads the logs of each batch: one of the methods named in `hooks` is not Keras's."""
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, _ORBAX)):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, keras.callbacks.TensorBoard):
@@ -185,7 +188,7 @@ def _are_several() -> bool:
 
 
 def _is_for_this_process(callback: Any) -> bool:
-    """Whether a callback runs on this process. Also make callbacks that save the model do so on all processes."""
+    """Whether a callback runs on this process. Also mixes in the class of `_TOGETHER`, if the callback needs it."""
     if isinstance(callback, _WRITERS) and not is_chief():
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
@@ -205,7 +208,7 @@ class _SavesTogether(keras.callbacks.ModelCheckpoint):
 
 
 class _StopsSilently(keras.callbacks.TerminateOnNaN):
-    """Stops, and prints on the first process only."""
+    """Stops training on all processes, and prints the reason on the first process only."""
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         loss = (logs or {}).get("loss")
@@ -216,7 +219,7 @@ class _StopsSilently(keras.callbacks.TerminateOnNaN):
 
 
 class _BacksUpTogether(keras.callbacks.BackupAndRestore):
-    """Saves the model on all processes, and checks that all restore the same backup."""
+    """Saves the model with all processes taking part, and checks that all restore the same backup."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         with raising_together():
@@ -237,12 +240,12 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
             try:
                 super()._save_model()
             except Exception as error:
-                if not begun:  # the other processes wait in `save_weights`
+                if not begun:  # end the wait of the other processes in `save_weights`
                     raise_together(error)
                 raise
 
     def on_train_end(self, logs: Any = None) -> None:
-        if is_chief():  # it deletes the backup
+        if is_chief():  # Keras deletes the backup here
             super().on_train_end(logs)
 
 
@@ -275,11 +278,11 @@ _TOGETHER = {
     keras.callbacks.BackupAndRestore: _BacksUpTogether,
     _ORBAX: _WritesTogether,
 }
-"""By Keras callback class: the class that is mixed in on several processes."""
+"""For each callback class of Keras, the class that is mixed into its instances on several processes."""
 
 
 def _check_whole(callback: Any) -> None:
-    """Raise ValueError if an `OrbaxCheckpoint` of rank 0 would miss the other ranks' shards of the state."""
+    """Raise ValueError if optimizer state is sharded, because the `OrbaxCheckpoint` of rank 0 has its shard only."""
     if needs_all(callback.model) and not callback.save_weights_only:
         raise ValueError(
             "`OrbaxCheckpoint` cannot write optimizer state that is divided among processes. Received: "
@@ -290,7 +293,10 @@ def _check_whole(callback: Any) -> None:
 
 @contextlib.contextmanager
 def _saving_together(model: Any) -> Iterator[list[str]]:
-    """Make the model's `save` and `save_weights` collective over processes. Yield the names of started calls."""
+    """In a block, make all processes take part in the model's `save` and `save_weights`.
+
+    Yields a list of the names of these methods, filled when they are called.
+    """
     begun: list[str] = []
 
     def together(save: Callable[..., None], name: str, filepath: Any, overwrite: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of all backends in `fit/`: arguments of calls, and checks of a model's optimizers."""
+"""Helpers for `fit/` on all backends: arguments of calls, and checks of a model's optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from keras_shardopt.optimizers.cross_shard import cross_shards
 
 
 def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fit`, `evaluate` or `predict` with `verbose=0`, also if a model overrides it with another signature."""
+    """Call `fit`, `evaluate` or `predict` with `verbose=0`, if the method accepts that argument.
+
+    A model may override the method with another signature.
+    """
     parameters = inspect.signature(real).parameters
     taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     bound = inspect.signature(real).bind(*args, **kwargs)
@@ -27,18 +30,21 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reducers_in(model: Any) -> list[Any]:
-    """Return each `CrossShard` known to update the model."""
+    """Return each `CrossShard` in the optimizers of the model's training step."""
     return [reducer for optimizer in optimizers_in_step(model) for reducer in cross_shards(optimizer)]
 
 
 def before_reading(reducers: Sequence[Any]) -> None:
-    """Prepare the weights that these `CrossShard` optimizers update for reading. All processes call it together."""
+    """Complete the weights that these `CrossShard` optimizers update, before the weights are read.
+
+    With local SGD, for example, replicas have different weights until then. All processes call it together.
+    """
     for reducer in reducers:
         reducer.pipeline.before_reading()
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:
-    """Raise ValueError if a `CrossShard` of a prepared model has several groups: each would train separately."""
+    """Raise ValueError if a `CrossShard` of a prepared model has several groups, because these train separately."""
     for cross_shard in reducers:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
@@ -48,7 +54,7 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
 
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
-    """Warn once of all variables that differed between processes when an epoch began."""
+    """Warn, in one message, of all variables that differ between processes when an epoch begins."""
     warn(
         "All processes must begin an epoch with equal values, so they take the values of the first process. "
         f"Received: other values of {check.listed(names, ', ')} on some. Assign to variables on every process.",
@@ -56,6 +62,6 @@ def warn_of_unequal_start(names: Sequence[str]) -> None:
 
 
 def num_rows(data: Any) -> Any:
-    """Return the number of rows of a batch: `(x, y, sample_weight)` or less, as `train_step` receives it."""
+    """Return the number of rows of a batch in the form that `train_step` receives, such as `(x, y, sample_weight)`."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]

@@ -1,4 +1,4 @@
-"""Prepares models that are compiled in a `data_parallel()` block, and reports ranks that would train separately.
+"""Prepares models that are compiled in a `data_parallel()` block, and detects ranks that would train separately.
 
 Private names of Keras touched here (a test holds each of them):
     `models.Trainer.__init__`, `compile` - called by each constructor and each `compile` of a model, also in
@@ -22,9 +22,9 @@ from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 
 # Attributes of a model.
-_WAITS = "_keras_shardopt_waits"  # compiled, but its optimizers are not set yet
-_IS_LEFT = "_keras_shardopt_left_unprepared"  # stays unprepared: the user's choice, or warned of already
-_IS_OF_BLOCK = "_keras_shardopt_of_block"  # constructed or compiled in a block that prepares models
+_WAITS = "_keras_shardopt_waits"  # the model is compiled, but its optimizers are not set yet
+_IS_LEFT = "_keras_shardopt_left_unprepared"  # the model stays unprepared: requested by the user, or already warned of
+_IS_OF_BLOCK = "_keras_shardopt_of_block"  # the model was constructed or compiled in a block that prepares models
 
 
 class _Block:
@@ -37,11 +37,11 @@ class _Block:
         """Compiled models whose optimizers are not set yet."""
 
     def constructed(self, model: Any) -> None:
-        """Mark a model that was constructed in the block."""
+        """Mark a model as constructed in this block."""
         object.__setattr__(model, _IS_OF_BLOCK, self.prepares)
 
     def compiled(self, model: Any) -> None:
-        """Prepare a compiled model, or warn of its optimizer."""
+        """Prepare a model that was compiled in this block, or warn that its optimizer is no `CrossShard`."""
         self.constructed(model)
         object.__setattr__(model, _IS_LEFT, not self.prepares)
         set_sharing(model, None if self._auto_shard else False, None)
@@ -49,13 +49,13 @@ class _Block:
             return
         if has_built_in_step(model):
             _warn_of_plain_optimizer(model)
-        else:  # it may get its optimizers later, as the GAN of Keras's guide does
+        else:  # the model may get its optimizers later, as the GAN of Keras's guide does
             object.__setattr__(model, _WAITS, True)
             self.waiting.append(weakref.ref(model))
 
 
 class _OneReplicaBlock:
-    """A block with one replica. It prepares only models with an extension that needs it."""
+    """A block with one replica. It prepares a model only if an extension of its optimizer needs that."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
@@ -63,21 +63,21 @@ class _OneReplicaBlock:
         """Do nothing: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Make one replica train as several replicas do."""
+        """Prepare a model if needed. On PyTorch, train others with `steps_per_execution=1`, as several ranks do."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
             _torch.step_one_by_one(model)
 
 
-# PyTorch only: Keras makes one step at a time, and each process trains a copy of the model.
+# PyTorch only, because there each process trains a copy of the model, and Keras runs one step per execution.
 _torch = for_backend({"torch": "keras_shardopt.fit.torch"})
 _blocks: list[_Block | _OneReplicaBlock] = []
 
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """Prepare models that are compiled inside if `wanted`. Otherwise mark them as left unprepared."""
+    """Prepare each model that is compiled in this block if `wanted`. Otherwise mark it to stay unprepared."""
     if not are_several and not wanted:
         yield
         return
@@ -88,7 +88,7 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
         @functools.wraps(method)
         def call_and_report(model: Any, *args: Any, **kwargs: Any) -> None:
             method(model, *args, **kwargs)
-            if _blocks[-1] is block:  # otherwise an inner block decides
+            if _blocks[-1] is block:  # otherwise leave the model to an inner block
                 report(model)
 
         return call_and_report
@@ -106,7 +106,10 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
 
 
 def _prepare_waiting(model: Any) -> bool:
-    """Prepare a waiting model if it has a `CrossShard` now, otherwise warn. Return whether it is prepared."""
+    """Prepare a model that had no optimizer when it was compiled. If it has no `CrossShard` now, warn.
+
+    Returns whether the model waited and is prepared now.
+    """
     if not vars(model).pop(_WAITS, False):
         return False
     if _prepare_if_possible(model):
@@ -116,7 +119,7 @@ def _prepare_waiting(model: Any) -> bool:
 
 
 def _prepare_if_possible(model: Any) -> bool:
-    """Prepare a model if it trains with a `CrossShard`, and return whether it does."""
+    """Prepare a model if it trains with a `CrossShard`. Return whether it trains with one."""
     reducers = reducers_in(model)
     if any(len(reducer.group_assignment or ()) > 1 for reducer in reducers):
         object.__setattr__(model, _IS_LEFT, True)  # groups train separately, as requested
@@ -127,7 +130,7 @@ def _prepare_if_possible(model: Any) -> bool:
 
 def _warn_of_plain_optimizer(model: Any) -> None:
     if model.optimizer is None or is_prepared(model) or not _train_separately(model):
-        return  # a prepared model raises an error
+        return  # a prepared model needs no warning: its step raises an error
     warn(_separate_training(model))
 
 
@@ -136,7 +139,7 @@ def _train_separately(model: Any) -> bool:
 
 
 def _check_trains_together(model: Any) -> None:
-    """Raise ValueError if ranks would train a model of a `data_parallel()` block separately."""
+    """Raise ValueError if ranks would train separate copies of a model from a `data_parallel()` block."""
     if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
     if not reducers_in(model) and _train_separately(model):
@@ -153,7 +156,7 @@ def _separate_training(model: Any) -> str:
 
 
 def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `fit` that prepares models, and warns of or rejects ranks that train separately."""
+    """Return a `fit` that prepares models. If ranks would train separately, it warns or raises ValueError."""
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +164,7 @@ def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
             return model.fit(*args, **kwargs)
         _check_trains_together(model)
         if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
-            # The model was compiled outside of a scope.
+            # The model was compiled after its block, or outside of all blocks.
             is_due = vars(model).get(_IS_OF_BLOCK, False) or (_needs_prepared(model) and processes.num_replicas() == 1)
             if is_due and _prepare_if_possible(model):
                 return model.fit(*args, **kwargs)
@@ -183,7 +186,7 @@ def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_prepared(model: Any) -> bool:
-    """Whether an extension of its optimizer needs a prepared model even on a single replica."""
+    """Whether an extension of the model's optimizer needs a prepared model even on a single replica."""
     return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
 
 
@@ -191,7 +194,7 @@ def _warn_of_unprepared(model: Any) -> None:
     if processes.process()[0] == 1:
         return
     if not reducers_in(model):
-        # Without a process group, `num_replicas` raises, and a plain model trains alone.
+        # Without a process group, `num_replicas` raises ValueError. Then the processes are separate jobs: do not warn.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:
                 object.__setattr__(model, _IS_LEFT, True)  # warn once

@@ -1,4 +1,4 @@
-"""`prepare(model)`: exact steps for uneven batches."""
+"""`prepare(model)`: makes `fit` exact on several replicas, also for uneven batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
     Pass the same data to `fit`, `evaluate` and `predict` on every process; `batch_size` is the global batch size. All
     processes iterate over all batches in the same order, and each uses its rows of every batch. Data from `shard_data`
-    or with a `DistributedSampler` is already split, so each process uses it in separate batches.
+    or with a `DistributedSampler` is already split, so each process uses all rows of the batches that it loads.
 
     Batches may be uneven in `fit`, `evaluate`, `train_on_batch` and `test_on_batch`: replicas may have different
     numbers of rows or none, and sample weights, class weights and masks may be spread unevenly. Losses divide by the
@@ -37,16 +37,16 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
     Changes for a prepared model:
 
-    - TensorFlow: steps exchange numbers of rows and sums of weights: one small all-reduce per batch, and one per loss.
-      With `steps_per_execution`, steps still run one by one. Logs of a batch are aggregated over replicas if a callback
-      or progress bar reads them (with several workers, in every batch).
-    - JAX: if replicas do not divide a batch, it is padded with rows that no layer receives. Processes exchange their
-      numbers of rows. Only process 0 prints. With `CrossShard(replica_clipnorm=...)` or `replica_transform`, the
-      forward and backward pass run in a `shard_map` over the replicas.
+    - TensorFlow: replicas exchange numbers of rows and sums of weights: one small all-reduce per batch, and one per
+      loss. With `steps_per_execution`, steps still run one by one. Logs of a batch are aggregated over replicas if a
+      callback or progress bar reads them (with several workers, in every batch).
+    - JAX: if the number of replicas does not divide a batch, it is padded with rows that no layer receives. Processes
+      exchange their numbers of rows. Only process 0 prints. With `CrossShard(replica_clipnorm=...)` or
+      `replica_transform`, the forward and backward pass run in a `shard_map` over the replicas.
     - PyTorch: ranks exchange numbers of rows before each batch (for arrays, before several batches). A rank without a
       batch takes part with zero rows. Metrics and moving statistics are combined over ranks at the end of an epoch, and
       logs of a batch if a callback reads them. Only rank 0 prints. With `steps_per_execution`, steps still run one by
-      one. The DDP of Keras 3.16 stays off.
+      one. PyTorch's DDP, which Keras 3.16 uses, stays off.
     - Several processes: if weights, state or seeds differ at the start of `fit`, all processes take those of process 0,
       and a warning names them. Callbacks make the same decision on every process, and process 0 writes their files.
       `predict` returns all rows on every process. `train_on_batch` and `test_on_batch` take each process's own rows;
@@ -54,8 +54,8 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
     `type(model)` becomes a subclass, but `model.__class__` and files still name the original class.
 
-    All processes must then make these calls together, with equal `epochs` and validation; otherwise all raise. With one
-    replica, or when called again, `prepare` changes nothing.
+    All processes must call these methods together, with equal `epochs` and validation; otherwise all raise an error.
+    With one replica, or when called again, `prepare` changes nothing.
 
     Exact losses are those of `compile`, `keras.losses.Loss` objects in a custom `train_step`, and penalties on weights
     and activities (not in Keras 3.12, which does not divide activity penalties by rows). Other values are averaged over
@@ -119,7 +119,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
 
 def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
-    """Prepare a model that a `CrossShard` updates. Preparing it twice changes nothing."""
+    """Prepare a model that trains with a `CrossShard`. A second call only changes `auto_shard` and `gather`."""
     _refuse_later_methods(model)
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
@@ -134,7 +134,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
 
 
 def _refuse_later_methods(model: Any) -> None:
-    """Raise ValueError if a method was set on a prepared model, because it would hide the prepared method."""
+    """Raise ValueError if the user has set a method on a prepared model, because it would hide the prepared method."""
     classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreparedModel) and kind is not type(model)]
     later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
     if later:

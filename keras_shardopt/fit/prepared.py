@@ -20,7 +20,10 @@ from keras_shardopt.update.losses import additional_loss
 
 
 class PreparedModel(Prepared, keras.Model):
-    """Writes complete files, shares added losses, and warns of epochs without batches. Each backend has a subclass."""
+    """The class that `prepare` mixes into a model. Each backend has a subclass.
+
+    It writes complete files, makes `add_loss` values cover all replicas, and warns of epochs without batches.
+    """
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         save_from_any_process(self, super().save, *args, **kwargs)
@@ -36,7 +39,7 @@ class PreparedModel(Prepared, keras.Model):
 
 
 def logs_of_epoch(model: Any, logs: Any) -> Any:
-    """Drop logs of an earlier epoch: without batches, Keras keeps them and returns metrics of zero rows."""
+    """Return `logs`, or no logs if the epoch had no batch: Keras then has the logs of the epoch before."""
     before = vars(model).get(_LAST_LOGS)
     if not (before and (logs is before or logs == {})):
         object.__setattr__(model, _LAST_LOGS, logs)
@@ -50,7 +53,7 @@ def logs_of_epoch(model: Any, logs: Any) -> Any:
 
 @contextlib.contextmanager
 def separate_logs(model: Any) -> Iterator[None]:
-    """Separate the logs of training from those of a validation between two epochs."""
+    """In a block that runs a validation, forget the last logs of training. Then restore them."""
     before = vars(model).get(_LAST_LOGS)
     object.__setattr__(model, _LAST_LOGS, None)
     try:
@@ -60,4 +63,4 @@ def separate_logs(model: Any) -> Iterator[None]:
 
 
 _LAST_LOGS = "_keras_shardopt_last_logs"
-"""Attribute of a model: the logs of the last training step."""
+"""The attribute of a model with the logs of its last training step."""

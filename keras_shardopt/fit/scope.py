@@ -1,4 +1,4 @@
-"""`data_parallel()`: the scope that sets up replicas."""
+"""`data_parallel()`: the scope that sets up the replicas and prepares models."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
-# The scope that was left but still serves `fit`. At most one: the next scope closes it.
+# The scope whose block has ended but whose distribution or process group `fit` still needs. The next scope closes it.
 _lingering: data_parallel | None = None
 
 
 class data_parallel:
-    """A scope to build a model in for data-parallel training on all local accelerators or the processes of this job.
+    """A scope in which to build a model for data-parallel training, on all local accelerators or processes of this job.
 
     | backend | the scope sets up |
     |---|---|
@@ -36,9 +36,9 @@ class data_parallel:
     | JAX | `keras.distribution.DataParallel` over the devices of all processes; it connects the processes if needed |
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, otherwise "gloo" |
 
-    Without accelerators, the devices are all logical CPU devices. With a single device or process, the scope sets up
-    nothing. It uses an open TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
-    until it ends; any other distribution is an error.
+    Without accelerators, the scope uses all logical CPU devices. With a single device or process, it sets up nothing.
+    It uses an existing TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
+    until its end; any other distribution is an error.
 
     The scope prepares each model that is compiled or loaded inside with a `CrossShard`, so `fit` equals training on one
     process with the whole batch; see `keras_shardopt.prepare`. With a plain optimizer, PyTorch ranks would train
@@ -49,9 +49,9 @@ class data_parallel:
     inside is alive, the distribution or process group stays until `close()`, the next scope, or the end of the program.
 
     All processes make the same calls with the same data. Each uses its rows of every batch, and `batch_size` is the
-    global batch size. To pass data that is already split, use `shard_data` or `auto_shard=False`. Models start equal:
-    if Keras's random seed differs between ranks, they take that of rank 0. In training steps, each rank draws
-    different random numbers from it.
+    global batch size. To pass data that is already split, use `shard_data` or `auto_shard=False`. Models start with
+    equal weights: if Keras's random seed differs between ranks, all take that of rank 0. In training steps, each rank
+    derives different random numbers from it, for example for dropout.
 
     Args:
         num_replicas: int >= 1 or None. The number of replicas; None (default) takes all devices. Without accelerators,
@@ -60,9 +60,9 @@ class data_parallel:
             threads.) On PyTorch, it must equal the number of processes.
         timeout: float > 0 in seconds, `datetime.timedelta`, or None. The time a PyTorch rank waits for the others
             before it raises; None (default) is PyTorch's limit (30 minutes with "gloo", 10 with "nccl"). A dead rank is
-            detected at once. On JAX and TensorFlow, it takes effect when the processes connect: in the first scope,
-            unless the program has connected them before. It also limits the wait at the start; then, JAX and TensorFlow
-            end the process. With one process it has no effect.
+            detected at once. On JAX and TensorFlow, `timeout` is set when the processes connect: in the first scope,
+            unless the program has connected them before. It also limits the wait for processes that start late; after
+            it, JAX and TensorFlow end the process. With one process, `timeout` has no effect.
         prepare: bool. True (default) calls `keras_shardopt.prepare` on each model that is compiled or loaded inside
             with a `CrossShard`. False leaves models unprepared.
         auto_shard: bool. True (default) divides each batch among processes. False: each process passes its own part to
@@ -73,8 +73,8 @@ class data_parallel:
             if `timeout` is out of range or too late to set; on JAX, if a `ModelParallel` is active.
         TypeError: if `num_replicas` is not an int, or `timeout` is not a duration.
         RuntimeError: if TensorFlow already runs with fewer CPU devices; if a rank does not join; if the environment
-            describes a job of several processes that this process does not join, for example with another
-            `KERAS_BACKEND`. Later, on every other rank, if a rank has died or stalled. The error gives its number.
+            describes a job of several processes that this process does not join, for example because of another
+            `KERAS_BACKEND`. Later, on all other ranks, if a rank has died or stalled. The error names that rank.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -125,7 +125,7 @@ class data_parallel:
     ) -> None:
         try:
             self._watching.__exit__(kind, error, traceback)
-        except BaseException:  # from a model whose optimizers were unknown
+        except BaseException:  # raised when a model without optimizers at `compile` was prepared
             self._open.close()
             raise
         if kind is None and self._entered().persists and len(self._made_inside):
@@ -138,8 +138,8 @@ class data_parallel:
     def close(self) -> None:
         """Restores all changes of the scope.
 
-        On JAX and PyTorch, a model from inside cannot train afterwards, because its replicas would repeat the same
-        work or diverge. It raises an error.
+        On JAX and PyTorch, a model from inside the scope cannot train afterwards: its replicas would repeat the same
+        work or diverge, so `fit` raises an error.
         """
         global _lingering
         if _lingering is self:
@@ -192,24 +192,24 @@ class data_parallel:
     def largest_difference(self, model: Any) -> float:
         """Returns the largest absolute difference between two replicas' copies of the model's trainable weights.
 
-        It should be exactly 0. Non-trainable weights do not count, because moving statistics of a `BatchNormalization`
-        are per-rank on PyTorch within an epoch. Buffers of `torch.nn` modules of a prepared model count, except within
-        an epoch. All processes must call it together.
+        It should be exactly 0. Non-trainable weights are not compared, because moving statistics of a
+        `BatchNormalization` are per-rank on PyTorch within an epoch. Buffers of `torch.nn` modules in a prepared model
+        are compared, except within an epoch. All processes must call this method together.
         """
         return largest_difference([*model.trainable_weights, *equal_buffers(model)])
 
 
 def largest_difference(variables: Sequence[Variable]) -> float:
-    """Return the same as `data_parallel.largest_difference`, for any variables."""
+    """Return the largest absolute difference between two replicas' copies of any of these variables."""
     if placement.state_sharding == "slices":
         replicas = runtime.communicator("")
         if replicas.num_replicas == 1 or not variables:
             return 0.0
-        processes.gather_objects(len(variables))  # reports ranks that make another call
+        processes.gather_objects(len(variables))  # raises if some ranks run a different collective
         values = [ops.cast(ops.stop_gradient(ops.convert_to_tensor(v)), "float64") for v in variables]
         flat = ops.concatenate([ops.reshape(value, (-1,)) for value in values])
         largest, smallest = replicas.all_reduce([flat, -flat], "max")
-        # Equal infinities, as in a mask: their difference would be NaN.
+        # Values may be infinite, as in a mask. The difference of equal infinities would be NaN, so make it 0.
         differences = ops.where(ops.equal(largest, -smallest), 0.0, largest + smallest)
         return float(ops.convert_to_numpy(ops.max(differences)))
     largest = 0.0
@@ -237,7 +237,7 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
             f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
         )
     else:
-        # PyTorch counts milliseconds in 64 bits.
+        # Only a timeout in range fits a `timedelta`, and the 64 bits in which PyTorch counts milliseconds.
         duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
     if duration is None and timeout is None:
         return None

@@ -1,4 +1,4 @@
-"""The sharing of a prepared model's data between processes: its settings, and checks that processes agree."""
+"""How processes share the data of a prepared model: the settings, and checks that all processes agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_shardopt.data.split_data import is_split
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Settings for the data of `fit`, `evaluate` and `predict` of a prepared model on several processes."""
+    """Settings of a prepared model for the data of `fit`, `evaluate` and `predict` on several processes."""
 
     auto_shard: bool = True
     """Whether all processes receive the same data, and each uses its part of every batch."""
@@ -29,20 +29,20 @@ _SHARING = "_keras_shardopt_sharing"
 
 
 def sharing_of(model: Any) -> Sharing:
-    """Return the settings of a model."""
+    """Return how processes share the data of a model."""
     sharing: Sharing = vars(model).get(_SHARING, Sharing())
     return sharing
 
 
 def set_sharing(model: Any, auto_shard: bool | None, gather: bool | None) -> None:
-    """Change the settings of a model. None keeps a setting."""
+    """Change how processes share the data of a model. None keeps the present setting."""
     given = {"auto_shard": auto_shard, "gather": gather}
     changed = {name: value for name, value in given.items() if value is not None}
     object.__setattr__(model, _SHARING, dataclasses.replace(sharing_of(model), **changed))
 
 
 def splits_separate_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `fit` with these arguments splits validation data from this process's part of the data."""
+    """Whether `fit` with these arguments splits off validation data from data already divided among processes."""
     names = list(inspect.signature(keras.Model.fit).parameters)[1:]
     given = {**dict(zip(names, args)), **kwargs}
     if not given.get("validation_split") or given.get("validation_data") is not None:
@@ -51,7 +51,7 @@ def splits_separate_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def check_kinds(are_whole: Sequence[bool]) -> None:
-    """Raise ValueError if only some processes have the whole data."""
+    """Raise ValueError if some processes have the whole data and others a part, with one entry per process."""
     if len(set(are_whole)) > 1:
         kinds = {True: "the whole data", False: "a separate part"}
         given = ", ".join(f"process {i}: {kinds[is_whole]}" for i, is_whole in enumerate(are_whole))
@@ -62,7 +62,7 @@ def check_kinds(are_whole: Sequence[bool]) -> None:
 
 
 def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
-    """Raise ValueError if processes have different numbers of batches, or different first batches (by checksum)."""
+    """Raise ValueError if processes have different numbers of batches, or first batches with different checksums."""
     facts = list(zip(lengths, first_batches))
     others = [i for i, fact in enumerate(facts) if fact != facts[0]]
     if others:
@@ -76,9 +76,10 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
 
 
 def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | None = None) -> None:
-    """Raise ValueError if processes differ in one of the batches `first` to `step` (default: `step` only).
+    """Raise ValueError if processes have different data in one of the batches `first` to `step`.
 
-    `batches` has, per process, the row count of the last batch (0: no batch left) and a checksum of all of them.
+    `batches` has, for each process, the row count of batch `step` (0: no batch left) and one checksum of all these
+    batches. `first=None` means that the checksum covers batch `step` only.
     """
     if len(set(batches)) > 1:
         rows = [num_rows for num_rows, _ in batches]
@@ -94,7 +95,7 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | No
 
 
 def warn_of_same_parts() -> None:
-    """Warn that processes train on the same rows."""
+    """Warn that all processes train on the same rows, although each should have its own."""
     warn(
         "Each process must pass different rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
         "first batch on all processes, so they repeat the same work. Leave out `auto_shard=False`, pass this process's "

@@ -1,14 +1,14 @@
-"""Stateful RNNs on several replicas: each replica carries the states of its own rows from batch to batch.
+"""Stateful RNNs on several replicas: each replica keeps the states of its own rows from batch to batch.
 
 Keras creates states for the rows in `batch_shape`, and keeps them only in the layer: not in `model.variables` or files.
-On all backends, `batch_shape` may have the rows of a whole batch; replicas then divide them. If each replica has
-variables or copies of them (as under a `MirroredStrategy`), it may also have the rows of one replica.
+On all backends, `batch_shape` can have the rows of a whole batch; replicas then divide the states. If each replica has
+its own variables or copies (as under a `MirroredStrategy`), `batch_shape` can also have the rows of one replica.
 
 Private names of Keras touched here (a test holds each of them):
     `RNN._create_state_variables`, `_expected_batch_size` - creates the states; the required number of rows of a call.
     `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
         `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
-    `Variable._value`, `_shape` - the value and shape of a variable that no stateless scope replaces.
+    `Variable._value`, `_shape` - the value and shape of a variable, used if no stateless scope replaces them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from keras_shardopt.numerics import Tensor
 
 
 def stateful_layers(model: Any) -> list[Any]:
-    """Return the RNNs of a model that carry states from batch to batch."""
+    """Return the RNNs of a model that keep their states from batch to batch."""
     return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
 
 
 def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] = ()) -> None:
-    """Check that states have the rows of a batch. Divide states that have the rows of all replicas.
+    """Give each replica the states of its rows. Raise ValueError if the states do not match the rows of the batch.
 
     Args:
         layers: stateful layers. Unbuilt layers are skipped; they get correct states when built.
-        rows: the number of rows of the batch on each replica; equal, and matching the states (otherwise ValueError).
+        rows: the number of rows of the batch on each replica. All must be equal. States for the rows of one replica
+            stay as they are; states for the rows of all replicas are divided.
         here: the indices of the replicas in this process; empty if states cannot be divided.
     """
     for layer in layers:
@@ -63,7 +64,10 @@ def rows_of_states(layer: Any) -> int:
 
 
 def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
-    """Return the error message for `received` rows that do not match the states. `batch_shape` needs `rows`."""
+    """Return an error message: the rows of a batch do not match the states of a layer.
+
+    `received` describes those rows, and `rows` the rows that `batch_shape` must have.
+    """
     return (
         "A stateful layer has one state per row of a batch, so all batches must have the same number of rows, and so "
         f"must all replicas. Received: {received}, with {rows_of_states(layer)} states in layer "
@@ -73,7 +77,7 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
 
 
 def batch_sizes(iterator: Any) -> list[int]:
-    """Return the row counts known before an epoch: of full batches, and of a smaller last batch."""
+    """Return the different row counts of an epoch's batches, as far as Keras knows them before it loads the batches."""
     adapter = iterator.data_adapter
     if not isinstance(adapter, ArrayDataAdapter):  # other adapters may drop the last rows
         return [] if adapter.batch_size is None else [adapter.batch_size]
@@ -85,10 +89,10 @@ def batch_sizes(iterator: Any) -> list[int]:
 
 @contextlib.contextmanager
 def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: int) -> Iterator[None]:
-    """Give stateful layers the states of one replica's rows, in a step traced once for all replicas.
+    """In a block, give stateful layers the states of one replica's rows. The step is traced once for all replicas.
 
-    The states must have the batch's `all_rows` rows, and replicas the same number of rows; otherwise ValueError.
-    `index` is the traced index of the replica.
+    `index` is the replica's index, a traced value. The states must have `all_rows` rows, like the batch, and the number
+    of replicas must divide them; otherwise ValueError.
     """
     layers = [layer for layer in stateful_layers(model) if layer.states is not None]
     others = ids_of_states(model) - {id(state) for layer in layers for state in states_of(layer)}

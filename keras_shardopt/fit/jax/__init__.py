@@ -1,4 +1,4 @@
-"""Keras's JAX trainer under a `keras.distribution`."""
+"""Training with Keras's JAX trainer under a `keras.distribution`."""
 
 from keras_shardopt.fit.jax.trainer import prepare
 

@@ -1,4 +1,4 @@
-"""Batches on JAX: batches that do not divide evenly among devices, and batches of several processes.
+"""Batches on JAX that do not divide evenly among devices, or that several processes share.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
@@ -7,8 +7,8 @@ Private names of Keras touched here (a test holds each of them):
         beginning and the end of an epoch, and the number of batches.
     `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - the
         source of batches, and their number.
-    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the batches of one
-        execution of several steps.
+    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the list of batches
+        for `steps_per_execution` steps.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _KerasEpochIterator = jax_trainer.JAXEpochIterator
 
 
 def allow_uneven() -> None:
-    """Allow uneven batches under the active distribution from now on."""
+    """Allow batches that do not divide evenly among devices, from now on, under the active distribution."""
     distribution = keras.distribution.distribution()
     if distribution is not None:
         vars(distribution)[_ALLOWS_UNEVEN] = True
 
 
 def _check_divides(num_rows: int) -> None:
-    """Raise ValueError if rows do not divide evenly, for an unprepared model under `data_parallel`."""
+    """Raise ValueError if rows do not divide evenly among replicas, for an unprepared model under `data_parallel`."""
     distribution = keras.distribution.distribution()
     if distribution is None or MADE_HERE not in vars(distribution) or allows_uneven(distribution):
         return
@@ -84,14 +84,14 @@ def is_together() -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class PaddedBatch:
-    """A batch padded with copies of its first row. Its number of valid rows is static, part of the pytree structure."""
+    """A batch padded with copies of its first row. JAX compiles a step for each number of valid rows (it is static)."""
 
     def __init__(self, data: Any, num_rows: int) -> None:
         self._data = data
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """Return the valid rows. In an SPMD program, XLA pads them again, and masks the padding."""
+        """Return the valid rows. To divide them among devices, XLA pads them again, and masks the padding."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
@@ -105,12 +105,12 @@ class PaddedBatch:
 
 
 def is_padded(data: Any) -> bool:
-    """Whether a batch or a part of it is padded."""
+    """Whether a batch is, or contains, a `PaddedBatch`."""
     return any(isinstance(leaf, PaddedBatch) for leaf in jax.tree.leaves(data, is_leaf=_is_padded_batch))
 
 
 def valid_rows(data: Any) -> Any:
-    """Return a batch without padding, as a step uses it."""
+    """Return a batch without padding, as the methods of the model receive it."""
     return jax.tree.map(lambda leaf: leaf.rows() if _is_padded_batch(leaf) else leaf, data, is_leaf=_is_padded_batch)
 
 
@@ -123,7 +123,7 @@ _pads: contextvars.ContextVar[bool] = contextvars.ContextVar("pads_batches", def
 
 @contextlib.contextmanager
 def padding_batches() -> Iterator[None]:
-    """Pad batches that Keras puts on the devices inside this block."""
+    """In this block, pad each batch that Keras puts on the devices if it does not divide evenly among them."""
     token = _pads.set(True)
     try:
         yield
@@ -132,17 +132,17 @@ def padding_batches() -> Iterator[None]:
 
 
 def on_devices(data: Any) -> Any:
-    """Put a batch on the devices, one part of the rows on each, if a single process divides batches."""
+    """Divide the rows of a batch among the devices if there is one process and it divides batches."""
     divides = jax.process_count() == 1 and allows_uneven(keras.distribution.distribution())
     return _distribute_data(data, pads=True) if divides else data
 
 
 def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: Any) -> Any:
-    """Replaces Keras's function. `data` is None if this process has no batch left."""
+    """Replaces Keras's function that puts a batch on the devices. `data=None`: this process has no batch left."""
     pads = _pads.get() if pads is None else pads
     distribution = keras.distribution.distribution()
     if not allows_uneven(distribution):
-        # In a stack of batches (Keras 3.16), the first dimension counts the batches.
+        # Skip stacks of batches (Keras 3.16), because their first dimension is not that of rows.
         if not (kwargs.get("is_super_batch") or any(args[1:])):
             _check_divides(num_rows(data))
         return _distribute_in_keras(data, *args, **kwargs)
@@ -157,19 +157,19 @@ def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: 
     if len(set(everywhere)) > 1 or sum(everywhere) % num_batch_shards(distribution):
         data = data if len(everywhere) == 1 else _joined(data, rows)
         return (_divided_on_devices if pads else _on_all_devices)(data, distribution)
-    # Without None entries (no sample weights), because Keras fails on them here.
+    # Leave out entries that are None (no sample weights), because Keras's function fails on them.
     structure = jax.tree.structure(data)
     leaves = [_distribute_in_keras(leaf) for leaf in jax.tree.leaves(data)]
     return jax.tree.unflatten(structure, leaves)
 
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
-    """Put all rows on every device. Devices then repeat the same work, for steps that cannot divide the batch."""
+    """Put all rows on every device, for a step that cannot divide the batch. Devices then all compute the same."""
     return _laid_out(data, distribution, PartitionSpec())
 
 
 def is_sparse(data: Any) -> bool:
-    """Whether a batch has sparse arrays, because their rows cannot be divided."""
+    """Whether a batch has sparse arrays. Their rows cannot be divided among devices."""
     return any(isinstance(leaf, JAXSparse) for leaf in keras.tree.flatten(data))
 
 
@@ -186,7 +186,7 @@ DENSE_ADVICE = "Make the batches dense (`tf.sparse.to_dense(x)`, `x.toarray()` o
 
 
 def _divided_on_devices(data: Any, distribution: Any) -> Any:
-    """Put its rows on each device, and pad the batch if it does not divide evenly."""
+    """Divide the rows of a batch among the devices. Pad the batch if it does not divide evenly."""
     if is_sparse(data):
         return _sparse_on_all_devices(data, distribution)
     rows = num_rows(data)
@@ -202,9 +202,9 @@ def _divided_on_devices(data: Any, distribution: Any) -> Any:
 
 
 def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
-    """Return the batch with its first row repeated at the end. A row of zeros could be invalid input for the model.
+    """Return the batch followed by `num_missing` copies of its first row, because zeros could be invalid input.
 
-    `numpy` is `jax.numpy` within a step, and NumPy before a step. A sparse batch raises ValueError.
+    `numpy` is `jax.numpy` in a compiled step, and NumPy before a step. Raises ValueError if the batch is sparse.
     """
     if is_sparse(data):
         raise ValueError(
@@ -223,7 +223,7 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
-    """Put data that every process has on the devices, in this layout."""
+    """Put data that every process has on the devices, with this layout of dimensions over devices."""
     sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
@@ -234,16 +234,16 @@ def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
 
 
 def _joined(data: Any, num_rows: int) -> Any:
-    """Return the rows of all processes, in the order of their ids. Some may have no batch."""
+    """Return the rows of all processes, in the order of the processes. `num_rows` is 0 if this one has no batch."""
     parts = gather_objects(jax.tree.map(np.asarray, data) if num_rows else None)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
 
 
 class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Ends on all processes together: a process without a batch continues with no rows."""
+    """Ends on all processes together: a process that has no batch left takes part with zero rows."""
 
     def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
-        self._model = model = caller_instance()  # Keras does not pass the model
+        self._model = model = caller_instance()  # found on the call stack, because Keras does not pass the model
         data = (x, kwargs.get("y"), kwargs.get("sample_weight"))
         self._is_together = is_together()
         self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
@@ -255,13 +255,14 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
-            super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator
-        # Keras may build a model from the first batch, and then calls `reset`. In `predict` (no `y`), both happen only
-        # for an unbuilt model.
+            super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
+        # Do not pad a batch from which Keras builds the model. Afterwards Keras calls `reset`, and this sets `_pads`.
+        # In `predict` (no `y`), Keras does both for an unbuilt model only.
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # draws when a batch is read
+        # An `ArrayDataAdapter` draws the order of rows when its first batch is read (in `parts`), not in `__next__`.
+        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
         self._check_sizes()
@@ -279,7 +280,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def __iter__(self) -> Any:
         if self._is_together and self._trains and is_prepared(self._model):
-            _start_equal(self._model)  # callbacks may have changed rates or weights in some processes
+            _start_equal(self._model)  # compare again: callbacks may have changed values on one process only
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -289,23 +290,23 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Check batch sizes that are known, before Keras moves the weights out of the model."""
+        """Check the known batch sizes now: later, Keras has moved the weights out of the model."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
         if sizes and self._can_pad and (self._is_whole or not self._is_together):
             layers = stateful_layers(self._model)
             for size in sizes:
-                fit_states(layers, [size])  # one program has all rows
+                fit_states(layers, [size])  # one program runs all rows, so states have the rows of the whole batch
 
     @property
     def _can_pad(self) -> bool:
-        # Keras may stack several batches (3.16 and later).
+        # From Keras 3.16 on, `steps_per_execution` batches are stacked, and a stack cannot be padded.
         is_single = self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList")
         return is_single and self._model is not None and is_prepared(self._model)
 
     def reset(self) -> None:
-        """Start a new epoch, with batches drawn in the same order in all processes."""
+        """Prepare the next epoch, with batches drawn in the same order on all processes."""
         with contextlib.nullcontext() if self._has_arrays else self._drawing():
             super().reset()
         self._agree_on_length()
@@ -320,29 +321,29 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if not allows_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
         batches = self.parts() if self._is_whole else self.batches()
-        if self._is_whole and not self._is_compared:  # before Keras moves the weights out of the model
+        if self._is_whole and not self._is_compared:  # compare the first batch before Keras moves the weights
             first = next(batches, None)
             batches = itertools.chain([] if first is None else [first], batches)
-        # Keras 3.16 treats an item as `steps_per_execution` batches, unless it is a list.
+        # Keras 3.16 treats each item as a stack of `steps_per_execution` batches, unless it is a list of batches.
         if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
             return batches
         lists = iter(lambda: list(itertools.islice(batches, self.steps_per_execution)), [])
         return map(data_adapter_utils.PartialBatchList, lists)
 
     def _place(self, data: Any, distribution: Any) -> Any:
-        """Put a batch that all processes have on the devices."""
+        """Put a batch that all processes have on the devices, divided by rows if possible."""
         if self._pads or num_rows(data) % num_batch_shards(distribution) == 0:
             return _divided_on_devices(data, distribution)
         return _on_all_devices(data, distribution)
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches of the rows of all processes."""
+        """Yield batches that join the rows of all processes, if each process has its own data."""
         batches = iter(self.data_adapter.get_jax_iterator())
         while (batch := _distribute_data(next(batches, None), pads=self._pads)) is not None:
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that all processes have whole."""
+        """Yield batches that all processes load whole. Compare each, and put the rows on the devices."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():
@@ -364,16 +365,16 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
 
 def _takes_whole(model: Any, *data: Any) -> bool:
-    """Whether all processes receive the same data, and each uses a part of every batch."""
+    """Whether all processes receive the same data, and each uses its rows of every batch."""
     if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
         return False
     return not vars(model).get(SPLITS_SEPARATE_PART, False) and not is_split(*data)
 
 
 def _start_equal(model: Any) -> None:
-    """Start an epoch with equal values on all processes: if values differ, those of process 0."""
+    """Make the values of model and optimizers equal on all processes. If some differ, take those of process 0."""
     variables, state = list(model.variables), state_of(model)
-    # If counts differ, a process has not built its model. The optimizer reports this.
+    # If counts differ, a process has not built its model, and the optimizer raises an error later.
     counts = announce("compares the values of a prepared model", len(variables) + len(state))
     if len(set(counts)) > 1 or not variables:
         return
@@ -385,6 +386,6 @@ def _start_equal(model: Any) -> None:
 
 
 def state_of(model: Any) -> list[Any]:
-    """Return the state of the model's optimizers that is equal on all replicas."""
+    """Return the variables of the model's optimizers that must be equal on all replicas."""
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     return [variable for optimizer in optimizers for variable in shared_variables(optimizer)]

@@ -1,9 +1,9 @@
-"""Convolutions in a loop, in a layout that XLA's CPU compiler has kernels for.
+"""Rewrites convolutions inside loops to the layout for which XLA has fast CPU code.
 
-XLA has CPU kernels for one layout: (rows, space, channels), and (space, channels in, channels out) for the kernel. It
-converts other layouts, such as those of gradients, only at the entry of a program (pass `ConvCanonicalization`). In the
-body of a loop, it computes them element by element, several times slower. So this file rewrites them for XLA. XLA
-still transposes some convolutions with kernels larger than the image.
+XLA has fast CPU code for one layout: inputs (rows, space, channels), and kernels (space, channels in, channels out). It
+converts other layouts, such as those of gradients, only outside of loops (pass `ConvCanonicalization`). In the body of
+a loop, it computes other layouts element by element, several times slower. So this file converts them before. XLA still
+transposes some convolutions with kernels larger than the image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend.core.primitives import conv_general_dilated_p
 
 
 def in_layout_of_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with all convolutions in the layout of XLA's CPU kernels; unchanged on other devices."""
+    """Return the function with all convolutions in the layout of XLA's fast CPU code; unchanged on other devices."""
     if jax.default_backend() != "cpu":
         return function
 
@@ -39,7 +39,7 @@ def _equation(equation: core.JaxprEqn) -> core.JaxprEqn:
         convolve = jax.jit(lambda lhs, rhs: _convolution(lhs, rhs, equation.params))
         (call,) = jax.make_jaxpr(convolve)(*shapes).jaxpr.eqns
         return equation.replace(primitive=call.primitive, params=call.params)
-    # Rewrite the bodies of loops, branches and calls.
+    # Other equations: rewrite the bodies of loops, branches and calls.
     params = {name: jax.tree.map(_within, value) for name, value in equation.params.items()}
     return equation.replace(params=params)
 

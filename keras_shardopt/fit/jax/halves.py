@@ -1,4 +1,4 @@
-"""The two halves of Keras's training step: the forward and backward pass, and the metrics of its outputs.
+"""The two halves of Keras's training step: the forward and backward pass, and the metrics of their outputs.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
@@ -21,8 +21,8 @@ def gradients_of_rows(
     """Run the forward and backward pass on some rows.
 
     Returns:
-        The gradients; the loss; the predictions and their masks (JAX drops masks from arrays); and the non-trainable
-        variables, None if unchanged.
+        The gradients; the loss; the predictions and their masks (separate, because JAX drops the masks of arrays); and
+        the values of the non-trainable variables, None if unchanged.
     """
 
     def with_masks_of(*args: Any, **kwargs: Any) -> Any:
@@ -38,10 +38,11 @@ def gradients_of_rows(
 def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
     """Return the values of metric variables, updated with the losses of all rows as one batch.
 
-    `variables` has the values of the trainable, non-trainable and metric variables; `outputs` predictions and masks.
+    `variables` has the values of the trainable, non-trainable and metric variables. `outputs` has the predictions and
+    their masks.
     """
     (y_pred, masks), (x, y, sample_weight) = outputs, data
-    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # copied: the caller's arrays must get no mask
+    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # on copies, so the caller's arrays get no masks
     _, (_, _, metrics) = model.stateless_compute_loss(
         *variables, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
     )
@@ -49,7 +50,7 @@ def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: 
 
 
 def with_masks(y_pred: Any, masks: Any) -> Any:
-    """Attach the Keras masks (one or None per leaf) to predictions, and return them."""
+    """Attach Keras masks (one or None per array) to predictions, and return the predictions."""
     for leaf, mask in zip(jax.tree.leaves(y_pred), masks):
         if mask is not None:
             set_keras_mask(leaf, mask)
@@ -57,7 +58,7 @@ def with_masks(y_pred: Any, masks: Any) -> Any:
 
 
 def on_every_device(values: Any, distribution: Any) -> Any:
-    """Replicate values over all devices. Metrics then sum them in the same order on any number of devices."""
+    """Copy values to all devices. Metrics then sum the values in the same order on any number of devices."""
     if distribution is None:
         return values
     layout = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
@@ -65,10 +66,10 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 
 
 def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Return optimizer state to pass into a `shard_map`, with None for per-replica and sharded variables.
+    """Return the optimizer state for the code inside a `shard_map`, with None for per-replica and sharded variables.
 
-    Passing a sharded variable would gather it on every device. `scale_loss`, the reason to pass state, reads neither
-    kind. State of stages is always passed, because stages read it.
+    A sharded variable would be gathered on every device. The state is passed because `scale_loss` reads it, and
+    `scale_loss` needs neither kind. State of stages is always passed, because stages read it.
     """
     per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}
@@ -79,5 +80,5 @@ def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequenc
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Replace each None of `without_replica_state` by zeros: in `shard_map` every optimizer variable needs a value."""
+    """Replace each None of `without_replica_state` by zeros, because every optimizer variable needs some value."""
     return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

@@ -1,4 +1,4 @@
-"""Options for the compilation of steps in Keras's trainer.
+"""Changes how Keras's trainer compiles steps.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `keras.src.backend.jax.trainer.jit` - compiles the step of a model's `make_train_function` or `make_test_function`.
@@ -15,7 +15,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 
 @contextlib.contextmanager
 def making_steps(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Make Keras compile steps with `change(jit)` instead of `jit` in this block."""
+    """In this block, make Keras compile steps with `change(jit)` instead of `jit`."""
     jit = jax_trainer.jit
     jax_trainer.jit = change(jit)
     try:

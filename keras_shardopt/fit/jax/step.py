@@ -34,10 +34,10 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_
 
 
 class Computed(NamedTuple):
-    """The results of the first half of a step."""
+    """The results of the first half of a step: the forward and backward pass, and the reduction."""
 
     grads: Any
-    """Reduced gradients, `found_inf`, notes and carried state; or the gradients of all replicas, stacked."""
+    """The result of `_reduced`. With gradient accumulation, the gradients of all replicas, stacked, instead."""
 
     loss: Any
     y_pred: Any
@@ -49,13 +49,13 @@ class Computed(NamedTuple):
 
 
 class TrainStep:
-    """Keras's step, or a step with its first half run on each replica separately. Extensions override parts of it."""
+    """Runs Keras's step, or its first half on each replica separately. Extensions override some methods."""
 
     stacks_windows = True
-    """Whether accumulation windows may hold the gradients of all replicas along a first dimension."""
+    """Whether gradient accumulation can sum the gradients of each replica, stacked along a first dimension."""
 
     is_reduced = False
-    """Whether accumulation may sum the reduced gradients of `computed`. Otherwise it needs stacked gradients."""
+    """Whether accumulation can sum the gradients that `computed` has reduced. If not, it needs stacked gradients."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
@@ -65,10 +65,10 @@ class TrainStep:
         """Called by `prepare(model)`."""
 
     def before_step(self) -> None:
-        """Called before steps, when Keras moves the values out of variables."""
+        """Called before the steps of an epoch, when Keras moves the values of variables into the training state."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for Keras's compilation of steps."""
+        """Return a context in which Keras compiles the steps."""
         return contextlib.nullcontext()
 
     def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -76,12 +76,12 @@ class TrainStep:
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether the optimizer needs a step other than Keras's."""
+        """Whether the optimizer needs per-replica gradients (`stacks`: for accumulation), so not Keras's step."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """Run a step of `fit`. Return logs and the new state."""
+        """Run a step of `fit`. Return the logs and the new training state."""
         model, reducers = self.model, self.reducers
         distribution = keras.distribution.distribution()
         stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
@@ -119,7 +119,7 @@ class TrainStep:
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run the first half. Losses' metrics are computed from all rows as one batch, so each is exact."""
+        """Run the first half of a step. The metrics of losses are exact: they come from all rows as one batch."""
         grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
@@ -136,9 +136,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        The reduced gradients, sharded like the state (if `stacks`, the gradients of all replicas along a first
-        dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
-        variables. Each replica normalizes with its own rows, so moving statistics are the mean over replicas.
+        The result of `_reduced`, with gradients sharded like the optimizer state (if `stacks`, the gradients of all
+        replicas along a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and
+        the non-trainable variables. Moving statistics are the mean over replicas, because each replica normalizes with
+        its own rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
@@ -182,13 +183,16 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
 
 def _stacked(reducer: Any, step: Step) -> Any:
-    """Return this replica's gradients for an accumulation window of all replicas."""
+    """Return this replica's gradients with a first dimension of 1, along which `shard_map` stacks all replicas."""
     return [grad[None] for grad in reducer.accumulation.own(step).grads]
 
 
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
-    """Return the reduced gradients, their `found_inf` and notes, and this replica's carried state."""
-    # The scale of the outermost optimizer: loss scaling may also be outside the reducer.
+    """Return the reduced gradients, `found_inf` and `notes` of the reduced `Step`, and the new per-replica state.
+
+    `carried` has the present per-replica state: values of stages that differ between replicas.
+    """
+    # Take the scale of the outermost optimizer, because a wrapper around the `CrossShard` can scale the loss too.
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
     step = step.replace(loss_scale=scale, own=own, axes=axes)
     with assigning_nothing(OWN_GRADIENTS):
@@ -197,9 +201,12 @@ def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> A
 
 
 def _mean_change(before: Tensor, after: Tensor, mine: Tensor, all_rows: int, axis: str) -> Tensor:
-    """Return the value of a variable changed by the mean over the rows of all replicas, `mine` of them here."""
+    """Return a variable's value, changed by the mean of the replicas' changes. A replica's weight is its row count.
+
+    `mine` is the row count of this replica, and `all_rows` the row count of the batch.
+    """
     if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
         return after
-    # Average the changes: an unchanged value then stays bitwise identical. A replica without rows adds 0.
+    # Average the changes, not the values, so an unchanged value keeps all its bits. A replica without rows adds 0.
     change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
     return before + jax.lax.psum(change, axis).astype(before.dtype)

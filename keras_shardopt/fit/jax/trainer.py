@@ -1,19 +1,20 @@
 """The class that `prepare(model)` mixes in on JAX.
 
-Under a `keras.distribution` one program computes gradients, metrics and batch statistics of the whole batch. Two cases
-are missing: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded, and
-steps slice the padding off again: XLA can shard an uneven number of rows. For per-replica gradients, the forward pass,
-backward pass and reduction run in a `shard_map`. The update and the metrics stay outside.
+Under a `keras.distribution`, one program computes gradients, metrics and batch statistics of the whole batch. Keras
+lacks two cases: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded for
+the transfer to the devices, and steps slice the padding off again, because XLA itself can shard an uneven number of
+rows. For per-replica gradients, the forward pass, backward pass and reduction run in a `shard_map`. The update and the
+metrics stay outside.
 
-Several processes draw the same batches, and each puts its part of every batch on its devices. If their data is already
-divided, each process feeds its own rows instead. Processes exchange their row counts before every batch. Otherwise
+Several processes load the same batches, and each puts its rows of every batch on its devices. If their data is already
+divided, each process uses its own rows instead. Processes exchange their row counts before every batch. Otherwise
 processes with different numbers of rows or batches would wait for each other forever.
 
 Private names of Keras touched here (a test holds each of them):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
         on) - builds the model from the first batch of this process; lists its unbuilt components.
-    `Trainer._get_jax_state`, `_jax_state` - moves values out of the variables of a model for steps; the values to
-        restore.
+    `Trainer._get_jax_state` - moves values out of the variables of a model into the training state.
+    `Trainer._jax_state` - the training state, from which `jax_state_sync` restores the variables.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
 
 
 def prepare(model: Any) -> None:
-    """Support uneven batches, and replace the model's step if its optimizer needs per-replica gradients."""
+    """Make the model accept uneven batches. Replace its step if the optimizer needs per-replica gradients."""
     install("batches")
     allow_uneven()
     step = step_of(model)
     reducer, *_ = step.reducers
-    # The reducer must be outermost: an outer wrapper would read one replica's gradients in each micro-batch.
+    # Stack gradients only if the `CrossShard` is outermost: a wrapper around it would get stacked gradients.
     stacks = reducer.accumulation is not None and step.stacks_windows
-    stacks = stacks and reducer.state_finder.may_be_local  # otherwise global gradients are accumulated
+    stacks = stacks and reducer.state_finder.may_be_local  # otherwise accumulation sums reduced gradients
     if stacks and reducer is model.optimizer and has_built_in_step(model):
         reducer.accumulation.stack()
     step.prepare()
     reducer.pipeline.transport.stack()
     _let_assign_alone(model)
     mix_in(model, PreparedOnJax)
-    # Functions compiled before call the replaced methods.
+    # Drop compiled functions, because they call the replaced methods.
     model.train_function = model.test_function = model.predict_function = None
 
 
-# In Keras's order.
+# The parts of the training state, in Keras's order.
 _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
@@ -97,7 +98,7 @@ class PreparedOnJax(PreparedModel):
             return _call(self, super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return all rows on each process if all pass the same data. Otherwise use Keras's method, which may raise."""
+        """Predict all rows on each process if all pass the same data. Otherwise run Keras's method; it can raise."""
         x = kwargs.get("x", args[0] if args else None)
         sharing = sharing_of(self)
         is_together = sharing.gather and sharing.auto_shard and not is_split(x)
@@ -119,7 +120,7 @@ class PreparedOnJax(PreparedModel):
 
     def train_step(self, state: Any, data: Any) -> Any:
         step = step_of(self)
-        refuse_groups(step.reducers)  # another `compile` may have set them
+        refuse_groups(step.reducers)  # check again, because `compile` may have set another optimizer
         return step.train(super().train_step, state, valid_rows(data))
 
     def test_step(self, state: Any, data: Any) -> Any:
@@ -141,7 +142,10 @@ class PreparedOnJax(PreparedModel):
             super().make_test_function(*args, **kwargs)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load weights on one process or all. Keras creates an optimizer for it; JAX would make that a collective."""
+        """Load weights on one process or on all.
+
+        Keras creates an optimizer meanwhile. Under a distribution, JAX would wait for all processes to create it too.
+        """
         real = super().load_weights
         _let_assign_alone(self)
         if jax.process_count() == 1:
@@ -150,13 +154,13 @@ class PreparedOnJax(PreparedModel):
             placement.outside_strategy(lambda: real(*args, **kwargs))
 
     def reset_metrics(self) -> None:
-        """Check that all processes begin the epoch. Otherwise JAX would fail with an unclear error."""
+        """Raise ValueError if not all processes begin the epoch. Without this, JAX would fail with an unclear error."""
         if SPLITS_SEPARATE_PART in vars(self) and is_together():
             announce("starts an epoch of a prepared model")
         super().reset_metrics()
 
     def _get_jax_state(self, purge_model_variables: bool = False, **which: bool) -> Any:
-        """Keep the values that Keras moves out of variables: a failed first step of an epoch must not lose them."""
+        """Keep the values that Keras moves out of variables, to restore them if the first step of the epoch fails."""
         if which.get("optimizer_variables"):
             step_of(self).before_step()
         taken = super()._get_jax_state(purge_model_variables=purge_model_variables, **which)
@@ -165,7 +169,7 @@ class PreparedOnJax(PreparedModel):
         return taken
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Build from a batch of all processes, because this process may have none."""
+        """Build the model from a batch of all processes, because this process may have none."""
         if isinstance(iterator, EpochIterator) and allows_uneven(keras.distribution.distribution()):
             if not any(self._get_unbuilt_components()):
                 return
@@ -177,14 +181,14 @@ class PreparedOnJax(PreparedModel):
 
 
 def _without_padding(batch: Any) -> Any:
-    """Return the shapes of the rows without padding."""
+    """Return the batch. If it is padded, return the shapes of its arrays without padding instead."""
     return jax.eval_shape(valid_rows, batch) if is_padded(batch) else batch
 
 
 @contextlib.contextmanager
 def _new_function(model: Any, name: str) -> Iterator[None]:
-    """Make a step a new function, otherwise JAX would reuse the trace of an earlier `compile`."""
-    if name in vars(model):  # set by the user
+    """In this block, replace a step by a new function. Otherwise JAX would reuse the trace of an earlier `compile`."""
+    if name in vars(model):  # keep a step that the user has set
         yield
         return
     object.__setattr__(model, name, functools.partial(getattr(model, name)))
@@ -195,7 +199,10 @@ def _new_function(model: Any, name: str) -> Iterator[None]:
 
 
 def _put_back(model: Any) -> None:
-    """Restore the values that a call moved out of variables, unless the failed step has donated their buffers."""
+    """After an error in `fit`, give variables back the values that Keras had moved into the training state.
+
+    If the step that failed has already donated their buffers to JAX, the values are lost: do nothing.
+    """
     if not any(value.is_deleted() for value in keras.tree.flatten(getattr(model, "_jax_state", None) or {})):
         model.jax_state_sync()
 
@@ -219,7 +226,10 @@ def _let_assign_alone(model: Any) -> None:
 
 @contextlib.contextmanager
 def _forgetting_failure(model: Any) -> Iterator[None]:
-    """Drop `_jax_state` if a call fails. Variables keep their values here, so older values must not replace them."""
+    """Drop the training state `_jax_state` if a call on one batch fails.
+
+    Variables still have their values then, and values of an earlier training state must not replace them.
+    """
     try:
         yield
     except BaseException:

@@ -1,9 +1,9 @@
 """Uneven batches in a program that runs the model on each replica: no layer receives a padded row.
 
-All replicas of a program have equal array shapes, so shorter parts are padded. A layer that reduces over the rows,
-such as `BatchNormalization`, would count the padding. So a replica takes the branch compiled for its number of rows.
-A batch has at most two row counts, and zero. Replicas in different branches cannot communicate, so the row sums that
-losses divide by are summed over replicas beforehand.
+A part is the rows of one replica. In one program, all parts have equal array shapes, so smaller parts are padded. A
+layer that reduces over rows, such as `BatchNormalization`, would count the padding. So each replica takes a branch that
+is compiled for its number of rows. A batch has at most three such numbers, zero included. Replicas in different
+branches cannot communicate, so the counts by which losses divide are summed over replicas before.
 
 A synchronized `BatchNormalization` exchanges statistics in the forward pass. Models with such a layer get padded rows,
 and the layer masks them.
@@ -29,7 +29,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
-    """Return the row count of a part (or of each of several): ceil(all_rows / num_parts), fewer in the last parts."""
+    """Return the row count of a part (or of each of several): ceil(all_rows / num_parts), less in the last parts."""
     rows = -(-all_rows // num_parts)
     return rows if rows * num_parts == all_rows else jax.numpy.clip(all_rows - part * rows, 0, rows)
 
@@ -37,15 +37,15 @@ def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
 def without_padding(
     function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any = None
 ) -> Any:
-    """Call `function` with a part's number of rows and these rows. A part without rows gets one row of padding.
+    """Call `function` with the number of rows of a part, and those rows. A part without rows has one row of padding.
 
     Args:
-        function: must not communicate. The rows of its results are padded.
-        part: the index of the part; may be a traced value.
+        function: must not communicate. Its results are padded to `shapes`.
+        part: the index of the part, also as a traced value.
         all_rows: the number of rows in the batch.
         num_parts: the number of parts in the batch.
         data: the rows of the part, with padding.
-        shapes: the result shapes of a part without padding. Default: computed.
+        shapes: the shapes of the results for the largest part. None: traced from `function`.
     """
     rows = -(-all_rows // num_parts)
     counts = sorted({min(max(all_rows - i * rows, 0), rows) for i in range(num_parts)}, reverse=True)
@@ -70,14 +70,15 @@ def _padded_to(array: Tensor, like: Any) -> Tensor:
 
 
 def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
-    """Return the share of a part without padding; with one row of padding if it has no rows."""
+    """Describe a part of `count` rows as a `BatchShare`. An empty part has one row of padding, others have none."""
     return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
 
 
 def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
-    """Call `function` with this replica's rows of a batch. Its losses are divided by the counts of the whole batch.
+    """Call `function` with this replica's rows of a batch. Its losses divide by the counts of the whole batch.
 
-    `data` has this replica's rows with padding. `all_rows` is the number of rows of the batch.
+    Counts are, for example, row counts or sums of weights. `data` has this replica's rows with padding. `all_rows` is
+    the number of rows of the batch.
     """
     size, index = replicas.num_replicas, replicas.replica_id
     is_even = all_rows % size == 0
@@ -100,7 +101,8 @@ def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: C
 
     of_counts, shapes = jax.eval_shape(functools.partial(counting, -(-all_rows // size)), data)
     counted: list[Tensor] = []
-    if of_counts:  # XLA removes the parts of the model that the counts do not need
+    # Run the model once for the counts only. XLA removes all computations that the counts do not depend on.
+    if of_counts:
         counts = without_padding(lambda *own: counting(*own)[0], index, all_rows, size, data, of_counts)
         counted = replicas.all_reduce(counts, "sum")
     return in_layout_of_kernels(lambda data: without_padding(working, index, all_rows, size, data, shapes))(data)

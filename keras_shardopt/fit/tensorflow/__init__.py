@@ -1,4 +1,4 @@
-"""Keras's TensorFlow trainer on several replicas, of one process or of several workers."""
+"""Training with Keras's TensorFlow trainer on several replicas, in one process or in several workers."""
 
 from keras_shardopt.fit.tensorflow.trainer import prepare
 

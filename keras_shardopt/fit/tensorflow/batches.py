@@ -1,8 +1,8 @@
-"""The form of a worker's batch for its replicas: one scalar that contains its tensors, of any shape.
+"""Packs the batch of a replica into one scalar, whose type is the same on all workers.
 
-Workers number their collectives in the order of tracing, so all must trace the same functions at the same time. Their
-parts of a batch have different numbers of rows, and TensorFlow would retrace a step on some workers only. The scalar,
-an Optional, has the same type everywhere. The step reads the tensors from it, with unknown sizes where workers differ.
+TensorFlow numbers collectives when it traces a function, so all workers must trace the same functions in the same
+order. With plain tensors, a new number of rows on some workers would cause a trace on these workers only. The scalar is
+an Optional that contains the tensors. The step reads them from it, with unknown sizes in dimensions that can differ.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches, by the text that a step receives with a batch: a new text causes a new trace.
+# The specs of batches; keys: the texts that steps receive with batches. A new text makes TensorFlow trace the step.
 _SPECS: dict[str, Any] = {}
 
 
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
-    """Return the specs of a batch or `element_spec`: of any number of rows, or of the first of `num_parts` parts."""
+    """Return the specs of the tensors of a batch, or of a dataset's `element_spec`.
+
+    Their number of rows is unknown (None), or that of the first part if `num_parts` parts divide the batch.
+    """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
 
 def _spec_of_leaf(leaf: Any, num_parts: int | None) -> Any:
     if not hasattr(leaf, "shape"):
-        return None  # None in a dataset: a `NoneTensorSpec`, or the empty Optional that Keras inserts
+        return None  # the leaf stands for None: a `NoneTensorSpec`, or the empty Optional that Keras inserts
     spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
     shape = spec.shape
     if shape.rank:
@@ -70,7 +73,7 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
                 tf.concat([[tf.cast(n, "int64")], of], 0) for n, of in ((start, rest * 0), (stop - start, rest))
             )
             rows = tf.sparse.slice(leaf, begin, size)
-            rows.set_shape([None, *leaf.shape[1:]])  # a graph loses the static shape
+            rows.set_shape([None, *leaf.shape[1:]])  # set it again, because the slice loses the static shape in a graph
             return rows
         return leaf[start:stop]
 
@@ -78,18 +81,18 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def tensors_of(batch: Any) -> list[Any]:
-    """Return the tensors of a batch, in order."""
+    """Return a flat list of the tensors of a batch, without None."""
     return [leaf for leaf in tf.nest.flatten(batch) if not isinstance(leaf, (type(None), tf.experimental.Optional))]
 
 
 def restored(spec: Any, tensors: Any) -> Any:
-    """Return a batch of this spec with these tensors, and None for each None in the spec."""
+    """Return a batch with the structure of this spec, with these tensors, and with None for each None in the spec."""
     left = iter(tensors)
     return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)
 
 
 def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset of tensors only, because a strategy cannot divide None. `unpacked` restores each None."""
+    """Return the dataset without None, because a strategy cannot divide None. `unpacked` inserts each None again."""
     spec = spec_of(dataset.element_spec)
     if None not in tf.nest.flatten(spec):
         return dataset
@@ -99,7 +102,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """Return the batch for a step, in which each replica of this process has one of `parts`."""
+    """Pack one part per replica of this process. Return the scalars of the replicas, and the text that names `spec`."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)
@@ -116,7 +119,7 @@ def is_packed(data: Any) -> bool:
 
 
 def unpacked(data: Any) -> Any:
-    """Return the rows of one replica, inside a step. Data that is not packed stays unchanged."""
+    """Inside a step, return the batch of a replica from its packed form. Data that is not packed stays unchanged."""
     if isinstance(data, dict) and any(str(key).startswith(_PREFIX) for key in data):
         ((key, tensors),) = data.items()
         return restored(_SPECS[key], tensors)

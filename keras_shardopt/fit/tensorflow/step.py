@@ -26,10 +26,10 @@ from keras_shardopt.wrapping.rollback import statistics_in
 
 
 class TrainStep:
-    """Keras's step on a replica's rows. Extensions override parts of it."""
+    """Runs Keras's step on a replica's rows. Extensions override some methods."""
 
     divides_batches = False
-    """Whether the step divides batches with `distribute`, also on one replica."""
+    """Whether the step divides batches by its method `distribute`, also on one replica, and Keras does not."""
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
@@ -45,26 +45,26 @@ class TrainStep:
         """Called when `fit` or `evaluate` begins. Raises ValueError if the step cannot run."""
 
     def num_parts_of(self, num_replicas: int) -> int:
-        """Return the number of parts of a batch."""
+        """Return the number of parts into which a batch is divided. Default: one per replica."""
         return num_replicas
 
     def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
-        """Divide a dataset among replicas, if `divides_batches`."""
+        """Divide a dataset among replicas. Called only if `divides_batches`."""
         raise NotImplementedError
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise ValueError for a dataset that the step cannot use. Called before a model is built from it."""
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        """Return the compiled function of an iterator. Default: `make()`."""
+        """Return the function that takes an iterator and runs compiled steps on its batches. Default: `make()`."""
         return make()
 
     def train(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """Run a step of `fit`. Return logs."""
+        """Run `real`, the training step of Keras, on a replica's batch. Return logs."""
         return self._run(real, data, trains=True)
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """Run a step of `evaluate`. Return logs."""
+        """Run `real`, the test step of Keras, on a replica's batch. Return logs."""
         return self._run(real, data)
 
     def _run(self, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
@@ -72,7 +72,7 @@ class TrainStep:
         if strategy.num_replicas_in_sync == 1:
             return real(data)
         model = self.model
-        refuse_groups(self.reducers)  # another `compile` may have set them
+        refuse_groups(self.reducers)  # check again, because `compile` may have set another optimizer
         share_losses(model)
         if not has_built_in_step(model):
             _log_whole_losses(model)
@@ -80,7 +80,7 @@ class TrainStep:
         mine = tf.convert_to_tensor(num_rows(data))
         data = _with_checked_states(model, data, mine)
         (all_rows,) = replicas.all_reduce([mine], "sum")
-        # On a replica without rows, batch statistics (BatchNormalization) become NaN, so restore the values before.
+        # On a replica without rows, moving statistics (`BatchNormalization`) become NaN, so restore their old values.
         shared = synchronized_statistics(model)
         statistics = [v for v in statistics_in([model]) if id(v) not in shared]
         before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in statistics]
@@ -88,8 +88,8 @@ class TrainStep:
             logs = real(data)
         after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(statistics, before)]
         if trains and self.averages_statistics:
-            # Keras keeps statistics per replica and reads the first replica's. In float64 the mean of equal values
-            # (after a skipped update) is bitwise equal to them.
+            # Keras keeps statistics per replica, and reads those of the first replica, so average the statistics. In
+            # float64, the mean of equal values (after a skipped update) has exactly their bits.
             sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
             sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
             after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, statistics)]
@@ -99,7 +99,7 @@ class TrainStep:
 
 
 def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
-    """Return the data, with a runtime check that stateful layers have one state per row of the replica."""
+    """Return the data, with a check in the compiled step that stateful layers have one state per row of the replica."""
     checks = [
         tf.debugging.assert_equal(num_rows, rows_of_states(layer), explained(layer, OTHER_ROWS, "of one replica"))
         for layer in stateful_layers(model)
@@ -112,11 +112,11 @@ def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
 
 
 OTHER_ROWS = "another number of rows on a replica"
-"""Text in the error of a stateful layer. The trainer searches for it."""
+"""A text in the error about a stateful layer. The trainer searches for it in errors of TensorFlow."""
 
 
 def _log_whole_losses(model: Any) -> None:
-    """Make the `Mean` metrics that a custom `train_step` updates with losses log the loss of the whole batch."""
+    """Make each `Mean` metric that a custom `train_step` updates with a loss log the loss of the whole batch."""
     for metric in model.metrics:
         is_mean = type(metric).update_state is keras.metrics.Mean.update_state
         if is_mean and "update_state" not in vars(metric):
@@ -124,7 +124,7 @@ def _log_whole_losses(model: Any) -> None:
 
 
 def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    # Keras divides losses by the number of replicas, because it sums their gradients.
+    # Keras divides losses by the number of replicas, because it sums gradients. `logged` undoes this in the logs.
     return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
 
 
@@ -140,7 +140,7 @@ _of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_
 
 @contextlib.contextmanager
 def calling(step: TrainStep) -> Iterator[None]:
-    """Use this step for the batches of a call of `fit`, `evaluate` or `predict`."""
+    """In a block that runs `fit`, `evaluate` or `predict`, use this step to divide the batches."""
     token = _of_call.set(step)
     try:
         yield
@@ -149,6 +149,6 @@ def calling(step: TrainStep) -> Iterator[None]:
 
 
 def step_of_call(model: Any) -> TrainStep:
-    """Return the step of the running call if it is for this model (a callback may run another), or Keras's step."""
+    """Return the step of the running call. For another model, which a callback can run meanwhile, return Keras's."""
     step = _of_call.get()
     return step if step is not None and step.model is model else TrainStep(model, [])

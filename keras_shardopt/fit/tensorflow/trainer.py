@@ -4,7 +4,7 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`; its `distribute_strategy` divides
         the dataset of its `data_adapter`.
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
-    `Model._make_function` of the TensorFlow trainer - turns a step of one batch into a function of an iterator.
+    `Model._make_function` of the TensorFlow trainer - returns a compiled function that runs a step on an iterator.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from keras_shardopt.wrapping.chain import descendants
 
 
 def prepare(model: Any) -> None:
-    """Replace the model's steps by steps that weight gradients and losses by each replica's rows."""
+    """Replace the model's steps by steps that weight each replica's gradients and losses by its number of rows."""
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     object.__setattr__(model, _LOGS, BatchLogs(model))
     mix_in(model, PreparedOnTensorFlow)
     step_of(model).prepare()
-    # Functions compiled before call the replaced methods.
+    # Drop compiled functions, because they call the replaced methods.
     model.train_function = model.test_function = model.predict_function = None
 
 
@@ -95,9 +95,10 @@ class PreparedOnTensorFlow(PreparedModel):
         return workers.outputs_of_all(self, super().predict_step(unpacked(data)), data)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Read a replica's `add_loss` values before the losses of `compile` exchange counts.
+        """Read this replica's `add_loss` values before the losses of `compile` exchange counts.
 
-        Replicas are threads that take turns at every exchange, and layers keep the losses of the latest forward pass.
+        Replicas are threads that take turns at every exchange. A layer keeps the losses of the latest forward pass, and
+        after an exchange these can be another replica's.
         """
         with own_additional_losses(self.losses):
             return super().compute_loss(*args, **kwargs)
@@ -107,8 +108,9 @@ class PreparedOnTensorFlow(PreparedModel):
         super().reset_metrics()
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        # To get shapes, Keras averages the replicas' parts of the first batch. That fails for uneven parts. It also
-        # draws a batch: training would miss it, or get another order. So take shapes from the dataset's spec.
+        # To get shapes, Keras averages the replicas' parts of the first batch, and this fails for uneven parts. Keras
+        # also takes a batch, and training would then miss it, or get another order. So take shapes from the dataset's
+        # spec.
         strategy = self.distribute_strategy
         with strategy.scope():
             move_into_strategy(
@@ -122,14 +124,14 @@ class PreparedOnTensorFlow(PreparedModel):
                 local = strategy.experimental_local_results
                 data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
             else:
-                # With the rows of one replica: a layer may require this number of rows.
+                # The spec has the number of rows of one replica, because a layer may require this number.
                 data_batch = spec_of(dataset.element_spec, step.num_parts_of(strategy.num_replicas_in_sync))
             iterator = None
         super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         with strategy.scope():
             mirror([variable for metric in self.metrics for variable in metric.variables])
         if step_of(self).divides_batches and data_batch is not None:
-            self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build while tracing the step
+            self._symbolic_build(data_batch=data_batch)  # now: without a strategy, Keras would build in the traced step
         if data_batch is not None and not has_built_in_step(self):
             _build_optimizers(self, data_batch)
 
@@ -145,8 +147,8 @@ class PreparedOnTensorFlow(PreparedModel):
         if self.steps_per_execution == 1 and not is_of_workers:
             return functools.partial(shows_all, function)
 
-        # Keras's loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
-        # replicas. From a Python iterator, Keras takes batches one at a time.
+        # For several steps, Keras compiles a loop over a dataset's iterator, and this fails with batches of several
+        # replicas. From a Python iterator, Keras takes one batch at a time, without that loop.
         def several_steps(iterator: Iterator[Any]) -> Any:
             iterator = workers.packed_batches(self, iterator) if is_of_workers else iterator
             batches = list(itertools.islice(iterator, 1))
@@ -154,50 +156,51 @@ class PreparedOnTensorFlow(PreparedModel):
                 raise StopIteration
             return function(itertools.chain(batches, itertools.islice(iterator, self.steps_per_execution - 1)))
 
-        # Reading metrics is collective over workers, but callbacks of each worker decide when to read them.
+        # With several workers, steps aggregate the logs. `shows_all` would read metrics on some workers only, as their
+        # callbacks need, but all workers must read metrics together.
         return several_steps if is_of_workers else functools.partial(shows_all, several_steps)
 
 
 @contextlib.contextmanager
 def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
-    """Run `fit`, `evaluate` or `predict`, perhaps nested. Then restore the callbacks of the outer call."""
+    """In a block, run `fit`, `evaluate` or `predict`. Then restore the callbacks of a call around it."""
     step.begin_call()
     with calling(step), callbacks_of_call(model):
         yield
 
 
 def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Call `function(iterator)`. Replace its logs, the mean of per-replica metrics, by metrics over all rows."""
+    """Call `function(iterator)`. Its logs are means of per-replica metrics, so return metrics over all rows instead."""
     logs = vars(model)[_LOGS]
     is_read = logs.are_read(trains)
     found = function(iterator)
     if not is_read:
         return logs.last(trains, found)
-    metrics = model.get_metrics_result()  # outside of a step, metric variables cover all replicas
+    metrics = model.get_metrics_result()  # outside of a step, TensorFlow aggregates metric variables over replicas
     if not isinstance(found, dict) or metrics.keys() != found.keys():
         return found
     means = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)]
     if any(not float(keras.ops.convert_to_numpy(mean.count)) for mean in means):
-        return found  # a custom step returns losses and updates no metric
+        return found  # a custom step has returned losses and has updated no metric
     logs.show(trains, metrics)
     return metrics
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Copies batches before dividing them. A step would overwrite parts of a batch in NumPy's memory."""
+    """Copies batches before it divides them, because a step would overwrite a batch in the memory of a NumPy array."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance; with several workers, a `WorkersIterator`."""
+        """Return an instance of this class or, with several workers, a `WorkersIterator`."""
         return workers.WorkersIterator(*args, **kwargs) if workers.is_running() else super().__new__(cls)
 
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        self._model = caller_instance()  # Keras does not pass the model
+        self._model = caller_instance()  # found on the call stack, because Keras does not pass the model
         super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
         self._distribute_strategy = distribute_strategy
 
 
 class _Dividing:
-    """The method of a strategy with which Keras divides a dataset."""
+    """Replaces the strategy of Keras's iterator. Keras calls only this method of it, to divide a dataset."""
 
     def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
         self._iterator, self._strategy = iterator, strategy
@@ -230,7 +233,7 @@ def _copied(value: Any) -> Any:
 def _build_optimizers(model: Any, data_batch: Any) -> None:
     """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it.
 
-    A trace of the step, which does not run, records the variables of each optimizer.
+    To find the variables of each optimizer, trace the step without running it, and record the arguments of `apply`.
     """
     strategy = model.distribute_strategy
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
@@ -245,7 +248,7 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
 
     if strategy.num_replicas_in_sync == 1 or not unbuilt:
         return
-    for optimizer in unbuilt:  # set on the instances, without Keras's attribute tracking
+    for optimizer in unbuilt:  # replace methods of the instances; `vars` avoids Keras's tracking of attributes
         vars(optimizer).update(
             apply=functools.partial(apply, optimizer), apply_gradients=functools.partial(apply_gradients, optimizer)
         )
@@ -262,14 +265,14 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
 
 
 def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, iterator: Any) -> Any:
-    """Call `function(iterator)`. Explain TensorFlow's errors about replicas without rows."""
+    """Call `function(iterator)`. Replace TensorFlow's errors about replicas without rows by clear ones."""
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
         other_rows = re.search(rf"A stateful layer .*{OTHER_ROWS}.* last batch\.", str(error))
         if other_rows:
             raise ValueError(other_rows[0]) from error
-        # "[0," begins an empty shape; "is not in [0," is the error of an index out of range.
+        # Other errors: an empty shape begins with "[0,", but an index out of range gives "is not in [0,".
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(

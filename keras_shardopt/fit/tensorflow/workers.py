@@ -1,12 +1,12 @@
 """`fit` of a prepared model under a `MultiWorkerMirroredStrategy`, which Keras's trainer does not support.
 
-Keras splits the logs of replicas with calls that this strategy lacks, and lets the strategy divide the data. Here, each
-worker iterates over batches in Python, as processes do on other backends: over the same batches on all workers to use
-its rows, or over batches of its part of the data. Workers compare every batch, so all raise if one worker makes another
-call or has other data.
+Keras splits the logs of replicas with methods that this strategy lacks, and lets the strategy divide the data. Here,
+each worker iterates over batches in Python, as processes do on other backends. If all workers load the same batches,
+each uses its rows of every batch; otherwise it uses batches of its data. Workers exchange a message before every
+batch, so all raise an error if one worker runs a different method or has different data.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether to split logs in that way.
+    `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether Keras splits logs in this way.
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`: its `_get_iterator`, `_num_batches`,
         `_distributed_dataset` and `data_adapter`.
 """
@@ -65,11 +65,11 @@ class _Call:
     """Whether the call is a `predict` that returns the rows of all workers."""
 
     splits_separate_part: bool
-    """Whether the call is a `fit` that splits validation data from this worker's part of the data."""
+    """Whether the call is a `fit` that splits off validation data from data already divided among workers."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether each worker makes the call independently."""
+        """Whether each worker runs the call without the others."""
         return self.name.startswith("predict") and not self.gathers
 
 
@@ -92,20 +92,20 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
-    """Replaces Keras's function. The logs of steps here are equal on all replicas, or gathered."""
+    """Replaces Keras's function. In calls of prepared models, logs need no split: they are equal on all replicas."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
 @contextlib.contextmanager
 def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
-    """Run a call of `model` on all workers. Yield a function that calls Keras's method; only worker 0 prints."""
+    """Run the method `name` of `model` on all workers. Yield a function that calls it; only worker 0 prints."""
     if not are_several(model):
         yield lambda real, *args, **kwargs: real(*args, **kwargs)
         return
     gathers = name == "predict" and _gathers(model, *args, **kwargs)
     if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
         object.__setattr__(model, _GATHERS, gathers)
-        model.predict_function = None  # it was traced for the other value
+        model.predict_function = None  # drop it, because it was traced for the previous value of `gathers`
     call = _Call(model, name, gathers, name == "fit" and splits_separate_part(args, kwargs))
     token = _running.set(call)
     try:
@@ -128,15 +128,15 @@ def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
 
 
 class _NoSharding:
-    """A strategy for Keras's iterator that does not divide the dataset."""
+    """Stands in for the strategy of Keras's iterator, and does not divide the dataset."""
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset."""
+        """Return the dataset unchanged."""
         return dataset
 
 
 class WorkersIterator(tensorflow_trainer.TFEpochIterator):
-    """Ends on all workers together: a worker without a batch continues with no rows."""
+    """Ends on all workers together: a worker that has no batch left takes part with zero rows."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         if self._is_whole and self._trains:
             _share_seed()
-        with self._drawing():  # Keras reads the first batches of a generator
+        with self._drawing():  # Keras reads the first batches of a generator here
             super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
@@ -184,7 +184,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
     def __iter__(self) -> Any:
         if self._trains:
-            _start_equal(self._call.model)  # callbacks may have changed rates or weights on some workers
+            _start_equal(self._call.model)  # compare again: callbacks may have changed values on one worker only
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -194,7 +194,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             return super().__next__()
 
     def reset(self) -> None:
-        """End an epoch."""
+        """Prepare the next epoch, with batches drawn in the same order on all workers."""
         with self._drawing():
             super().reset()
         self._agree_on_length()
@@ -207,7 +207,8 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
     def _get_iterator(self) -> Any:
         if self._is_divided:
             return self._distributed_dataset
-        # TensorFlow draws when an iterator is created, and Keras creates one more than it uses.
+        # Arrays and datasets: read the dataset that Keras has made. Another dataset would draw another order, because
+        # TensorFlow draws when an iterator is created.
         drawn = isinstance(self.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
         batches = iter(self._distributed_dataset) if drawn else self.data_adapter.get_numpy_iterator()
         if self._call.is_alone:
@@ -223,7 +224,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             yield self._divided(batch)
 
     def _whole_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this worker's rows of batches that all workers have."""
+        """Yield this worker's rows of batches that all workers load whole. Compare each batch."""
         num_replicas = self._strategy.num_replicas_in_sync
         for step in itertools.count():
             with self._drawing():
@@ -254,7 +255,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
-    """Yield packed batches for a step. Unpacked batches, from `train_on_batch`, are this worker's part."""
+    """Yield packed batches for a step. Pack those of `train_on_batch`: they have this worker's own rows."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
         if not is_divided:
@@ -269,7 +270,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
-    """Return a batch as tensors; a batch without rows if this worker has never had a batch."""
+    """Return a batch as tensors. None, if this worker has never had a batch, becomes a batch without rows."""
     if batch is None:
         return tf.nest.map_structure(_no_rows, spec)
     flat = tf.nest.flatten(spec)
@@ -291,7 +292,7 @@ def _no_rows(spec: Any) -> Any:
 
 
 def _share_seed() -> None:
-    """Set TensorFlow's global seed, used to shuffle arrays, to worker 0's on all workers."""
+    """Set TensorFlow's global seed on all workers to that of worker 0, because TensorFlow shuffles arrays with it."""
     seeds: list[int | None] = []
 
     @tf.function
@@ -309,13 +310,13 @@ def _share_seed() -> None:
 
 
 def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
-    """Return metrics over all replicas, equal on all workers to keep callbacks consistent. Average other logs."""
+    """Return metrics over all replicas, so callbacks make the same decision on all workers. Average other logs."""
     is_built = all(getattr(metric, "built", True) for metric in model.metrics)
     if is_built and isinstance(logs, dict) and logs.keys() == model.get_metrics_result().keys():
         values: list[tuple[Any, Any]] = []
         for op in ("sum", "mean"):
             separate = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
-            # A value read on a worker's only device has no device, and cannot be reduced without `identity`.
+            # On a worker with one device, a value that was read has no device. `identity` gives it one to reduce it.
             values_here = [tf.identity(tf.convert_to_tensor(v.value)) for v in separate]
             values += zip(separate, replicas.all_reduce(values_here, op))
         with keras.StatelessScope(values):
@@ -325,7 +326,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
 
 
 def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
-    """Return a replica's result of `predict` for the outputs of a batch: the rows of all workers, or of this worker."""
+    """Return what a replica returns from a step of `predict`: the outputs of all workers, or of this worker."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()
@@ -335,7 +336,8 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
         outputs = keras.tree.pack_sequence_as(outputs, flat)
     elif is_packed(data):
         return outputs
-    # Keras concatenates the results of this process's replicas, and each result has all rows.
+    # Each replica has gathered all rows, and Keras concatenates the results of this process's replicas. So return the
+    # rows from the first replica, and none from the others.
     is_first = tf.equal(context.replica_id_in_sync_group, local_replicas(strategy)[0])
     return keras.tree.map_structure(lambda rows: rows[: tf.where(is_first, tf.shape(rows)[0], 0)], outputs)
 
@@ -344,7 +346,7 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
 
 
 def _start_equal(model: Any) -> None:
-    """Start an epoch with equal values on all workers: if values differ, those of worker 0."""
+    """Make the values of model and optimizers equal on all workers. If some differ, take those of worker 0."""
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
     variables = [v for v in [*model.variables, *state] if not reading_is_collective([v])]

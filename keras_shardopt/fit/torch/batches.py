@@ -1,13 +1,16 @@
-"""The batches of a rank: parts of batches common to all ranks, or separate batches in step with the other ranks.
+"""The batches of a rank: its rows of batches that all ranks load, or batches of separate data.
+
+In both cases, all ranks take the same number of steps.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`; created in a frame in
-        which `self` is the model.
-    `EpochIterator.__iter__`, `__next__`, `reset` - start an epoch; return the first and last step, and their batches;
-        restart.
-    `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen`, and the `ArrayDataAdapter` of
-        `keras.src.trainers.data_adapters.array_data_adapter` - the source of batches, their number, the number of past
-        batches; it draws only the order of rows, at the start and the end of an epoch.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`, created in a method of
+        the model.
+    `EpochIterator.__iter__`, `__next__`, `reset` - starts an epoch; returns the indices of the first and last step of
+        an execution, and the batches; prepares the next epoch.
+    `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen` - the source of batches, the number of batches, and the
+        number of past batches.
+    `ArrayDataAdapter` of `keras.src.trainers.data_adapters.array_data_adapter` - a source that draws random numbers
+        only for the order of rows, at the start and the end of an epoch.
     `EpochIterator._get_iterator` - the `DataLoader` of the next pass through the data.
     `epoch_iterator` and `epoch` in the frame of `fit` - its iterator, and the number of the running epoch.
 """
@@ -32,10 +35,10 @@ KerasEpochIterator = torch_trainer.TorchEpochIterator
 
 
 class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Yields this rank's batches. A rank without batches left repeats its last batch; its rows do not count."""
+    """Yields this rank's batches. A rank that has no batch left repeats its last one, and its rows do not count."""
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Keras does not pass the model: a callback may run another model during `fit`.
+        # Keras does not pass the model, and it may not be the one of the running `fit`: a callback can run another.
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
@@ -48,20 +51,21 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
         if comparing is not None and self._first is None:
-            comparing.compare(self._is_whole)  # before random draws, because only some ranks may draw
-        with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator
+            comparing.compare(self._is_whole)  # compare before random draws, because only some ranks may draw
+        with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
             super().__init__(x, y, sample_weight, *args, **kwargs)
         if comparing is not None and self._first is not None:
             self._is_compared = True
             comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # Keras moves arrays to its device. On the host, comparing some elements of each batch avoids a transfer.
+        # Keras moves arrays to its device. To compare elements of each batch without a copy back, keep the batches on
+        # the host, and move only this rank's rows.
         on_device = keras.ops.zeros(()).device.type != "cpu"
         self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _session(self) -> Session | None:
-        """Return the session of the running call if all ranks run it together, otherwise None."""
+        """Return the session (the shared state) of the running call if all ranks run it together, otherwise None."""
         session = running.get()
         return None if session is None or session.model is not self._model or session.ranks is None else session
 
@@ -69,7 +73,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return self._draws.drawing() if self._draws is not None and draws else contextlib.nullcontext()
 
     def reset(self) -> None:
-        """Restart, with the same random draws on all ranks."""
+        """Prepare the next epoch, with the same random draws on all ranks."""
         with self._drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
             super().reset()
 
@@ -79,7 +83,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._step = -1
         session = self._session()
         if session is not None and session.call is Phase.TRAIN_BATCH:
-            session.has_started = False  # callbacks may have changed rates or weights on some ranks only
+            session.has_started = False  # compare values again: callbacks may have changed some on one rank only
         if session is not None:
             session.begin_epoch()
         if self._draws is not None:
@@ -95,35 +99,35 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         else:
             is_last = self._steps_seen >= self.data_adapter.num_batches
             if is_last and self._draws is not None:
-                self._draws.forget()  # a callback may have called `predict`, and this draws
+                self._draws.forget()  # take rank 0's random state again: a callback may have drawn, as in `predict`
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with self._drawing(draws), keras.device("cpu") if self._divides_on_host else contextlib.nullcontext():
             return super().__next__()
 
     def _get_iterator(self) -> Any:
-        """Return the `DataLoader`. In `fit` of a prepared model, call `set_epoch` of its samplers."""
+        """Return the `DataLoader`. In `fit` of a prepared model, call `set_epoch` of its samplers before."""
         loader = super()._get_iterator()
         if SESSION in vars(self._model) and running_local("fit", "epoch_iterator") is self:
             epoch = running_local("fit", "epoch")  # None while `fit` builds the model
             if epoch is not None and self._is_first:
                 set_epoch(loader, epoch)
-            elif epoch is not None and self.steps_per_epoch:  # Keras begins the next pass before the epoch ends
+            elif epoch is not None and self.steps_per_epoch:  # Keras begins another pass through the data in an epoch
                 set_epoch(loader, epoch + 1)
         return loader
 
     @property
     def _is_sized(self) -> bool:
-        """Whether the number of rows of each batch of an epoch is known."""
+        """Whether the number of rows of each batch is known before the epoch."""
         return isinstance(self.data_adapter, ArrayDataAdapter) and not self.steps_per_epoch
 
     def _num_equal(self) -> int:
-        """Return the number of following batches known to have the same number of rows as this one."""
+        """Return how many of the next batches certainly have the same number of rows as this one."""
         if not self._is_sized:
             return 0
         return int(self.data_adapter.num_batches - self.data_adapter.has_partial_batch - self._step - 1)
 
     def first_batch(self) -> Any:
-        """Return the first batch of an epoch, without training on it; None if the epoch has no batch."""
+        """Return the first batch of an epoch, to build the model from it; None if the epoch has no batch."""
         try:
             return iter(self)._pull()[2][0]
         except StopIteration:

@@ -1,8 +1,9 @@
 """The state that the ranks share about one prepared model, and the messages that they exchange.
 
-Every exchange starts with the same message. If ranks do different things (one stops, others continue), all raise. One
-message per batch would be the largest cost here. So each rank promises a number of next batches with the same row
-count. The smallest promise of all ranks is a number of batches without messages. The next message covers them.
+Before each exchange of tensors, ranks exchange a short message that names the exchange. If ranks do different things
+(one stops, others continue), all raise an error. One message per batch would be the largest cost here. So each rank
+promises that a number of its next batches have the same row count. The ranks then take the smallest promised number of
+batches without messages. The next message has a checksum of these batches.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._trainable_variables` - the variables of the optimizer's `build`.
@@ -55,7 +56,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The kinds of steps before which ranks communicate. Errors put "rank 0 " before the value."""
+    """The reasons for which ranks exchange a message. In an error, "rank 0 " stands before the value."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -73,7 +74,7 @@ class Session:
         self._last_batch: dict[Phase, Any] = {}
         self.model = model
         self._unused: list[tuple[Any, int]] = []
-        """The optimizers without a `CrossShard` (they must not update), with their update counts."""
+        """The optimizers without a `CrossShard`, with their update counts. An update by one of them is an error."""
         self._begins_epoch = False
         self._step_of_call: TrainStep | None = None
         self._optimizer_of_step: Any = None
@@ -81,33 +82,33 @@ class Session:
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
-        """The number of rows of this rank in the next batch; None if the ranks do not share the batch."""
+        """The number of rows of this rank in the next batch; None if the step does not involve the other ranks."""
         self._rows: list[int] = []
-        """The number of rows of each rank in the next batch, as far as known."""
+        """The number of rows of each rank in the next batch; out of date while a message is pending."""
         self.shares_logs = False
-        """Whether some rank reads the logs of the next batch, so all ranks must average them."""
+        """Whether some rank reads the logs of the next batch. Then all ranks must average these logs."""
         self.last_rows = 0
         """The number of rows of this rank in the last batch."""
         self.logs = BatchLogs(model)
         self.call: Phase | None = None
-        """The kind of the innermost running call (`fit`, `evaluate` or `predict`), or None."""
+        """The phase of the running `fit`, `evaluate` or `predict` (of nested calls, the inner one), or None."""
         self.splits_separate_part = False
-        """Whether the running `fit` splits validation data from this rank's part of the data."""
+        """Whether the running `fit` splits off validation data from data already divided among ranks."""
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
-        """Waits for the pending message of each rank about the next batch; None if no message is pending."""
+        """Waits for the messages of all ranks about the next batch, and returns them; None if none is on its way."""
         self._is_part = False
-        """Whether the next batch is this rank's part of a batch that all ranks have, so all row counts are known."""
+        """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
         self._step = 0
-        """The index of that batch in the epoch."""
+        """If so, the index of the next batch in the epoch."""
         self._waits: bool | None = None
-        """Whether a step may begin before `confirm`; None until `_can_wait` computes it."""
+        """Whether a step can begin before `confirm` receives the messages; None until `_can_wait` computes it."""
         self._phase = Phase.TRAIN_BATCH
         self._unreported = _Unreported()
 
     @property
     def step(self) -> TrainStep:
-        """The step for the optimizer of the model. It is reused within a call until the optimizer changes."""
+        """The training step for the optimizer of the model, reused within a call until the optimizer changes."""
         if self.call is None or self._optimizer_of_step is not self.model.optimizer:
             self._step_of_call = step_of(self, self._step_of_call)
             self._optimizer_of_step = None if self.call is None else self.model.optimizer
@@ -126,12 +127,12 @@ class Session:
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
-        """The ranks, if there are several."""
+        """The communicator of the ranks; None for a single rank."""
         replicas = runtime.communicator("")
         return None if replicas.num_replicas == 1 else replicas  # type: ignore[return-value]
 
     def check_reduces(self) -> None:
-        """Raise ValueError if the optimizer (a later `compile` may have set it) would let the ranks' weights differ."""
+        """Raise ValueError if a later `compile` has set an optimizer that does not average gradients over all ranks."""
         reducers = self.reducers
         refuse_groups(reducers)
         if not reducers:
@@ -143,13 +144,13 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Prepare for a reader of weights, if it runs on all ranks (`together` is not None)."""
+        """Before all ranks read the weights, complete them. With `together=None`, only this rank reads: do nothing."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
     @torch.compiler.disable
     def begin_step(self) -> None:
-        """Prepare for a training step."""
+        """Call the hook of the step before it trains."""
         if self.ranks is not None:
             self.step.before_step(self._begins_epoch)
             self._begins_epoch = False
@@ -164,12 +165,13 @@ class Session:
             reducer.peers.check_parts()
         optimizers = optimizers_of(self.model)
         shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
-        # Also weights frozen since the build: if only some ranks froze them, the first reduction raises and names them.
+        # Include weights that were frozen after the build, so all ranks have the same list. If only some ranks froze a
+        # weight, the first reduction of gradients raises an error.
         built = [v for o in optimizers if o.built for v in o._trainable_variables]
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self.step.stopped_alike():  # an error may have ended an earlier `fit`
+        if differing and self.step.stopped_alike():  # an error has ended an earlier `fit` before the average: do it now
             self.look(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
@@ -179,11 +181,12 @@ class Session:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
-            seed_per_rank(self.ranks.world, [])  # the program may have seeded PyTorch since the last call
+            seed_per_rank(self.ranks.world, [])  # again, because the program may have set PyTorch's seed since `fit`
         plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
-            # Prevents a second comparison after the first forward pass: it would broadcast rank 0's moving statistics.
+            # This prevents the comparison that a `CrossShard` makes in its first update, after the first forward pass.
+            # It would replace each rank's moving statistics by rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
 
@@ -205,7 +208,7 @@ class Session:
         return [*names, *(["non-trainable state (statistics, seeds)"] if is_other else [])]
 
     def check_unused(self) -> None:
-        """Raise ValueError if a training step updated with an optimizer without a `CrossShard`. Runs once per epoch."""
+        """Raise ValueError if an optimizer without a `CrossShard` made an update in the first step of an epoch."""
         unused, self._unused = self._unused, []
         for optimizer, updates in unused:
             if int(optimizer.iterations) != updates:
@@ -216,23 +219,23 @@ class Session:
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
-        """Send ints to all ranks. Return the ints of each rank. All raise ValueError if their phases differ."""
+        """Send ints to all ranks, and return the ints of each rank. All ranks raise ValueError if phases differ."""
         assert self.ranks is not None
         return announce(phase.value, *map(int, message))
 
     def takes_whole(self, *data: Any) -> bool:
-        """Whether all ranks receive the same data, and each rank uses its part of every batch."""
+        """Whether all ranks receive the same data (the arguments `data`), and each uses its rows of every batch."""
         return sharing_of(self.model).auto_shard and not self.splits_separate_part and not is_split(*data)
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
-        """Raise ValueError if whole data differs between ranks. Warn if separate parts start equal.
+        """Raise ValueError if ranks should have the same data but do not. Warn if they should not but do.
 
         Args:
-            is_whole: whether this rank has the data of all ranks, or a separate part.
+            is_whole: whether this rank has the data of all ranks, not a separate part.
             data: the first rows; None if not available yet (a later call then compares them).
             num_batches: the number of batches of an epoch; None if unknown.
-            is_marked: whether the data is explicitly divided, so no warning is needed.
+            is_marked: whether the data was divided explicitly, for example by `shard_data`, so no warning is needed.
         """
         assert self.call is not None
         length = 0 if num_batches is None else num_batches + 1
@@ -247,9 +250,9 @@ class Session:
             self._has_warned = True
 
     def next_part(self, data: Any, phase: Phase, step: int, num_equal: int) -> Any:
-        """Return this rank's part of the batch `data` that all ranks have; None if no batch is left.
+        """Return this rank's rows of the batch `data` that all ranks have; None if `data` is None (no batch left).
 
-        `step` is its index in the epoch. The next `num_equal` batches certainly have the same number of rows.
+        `step` is the index of the batch in the epoch. The next `num_equal` batches have the same number of rows.
         """
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
@@ -268,7 +271,10 @@ class Session:
         return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
-        """Return `data`, or if it is None the last batch again (its rows are not counted); None if no rank has rows."""
+        """Return this rank's batch `data`; if it has no rows, the last batch again, whose rows are not counted.
+
+        Return None if no rank has rows.
+        """
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
@@ -281,7 +287,7 @@ class Session:
         return self._last_batch[phase]
 
     def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
-        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step may begin before."""
+        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step can begin before."""
         self._phase, self._is_part = phase, is_part
         if self._unreported.is_promised():
             return
@@ -292,7 +298,8 @@ class Session:
             promised = (
                 self._unreported.can_promise_steps(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
             )
-        # Bit 0: logs are read; bit 1: has a batch to repeat; bits 2 to 6: promised batches; above: checksum.
+        # Bit 0: this rank reads logs. Bit 1: it has a batch to repeat. Bits 2 to 6: the number of promised batches.
+        # Higher bits: the checksum of the batches since the last message.
         flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
         self._pending = announce_async(phase.value, num, flags)
         add_promised_steps(1)
@@ -300,9 +307,9 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step of this phase exchanges nothing before its loss, so it can begin before `confirm`."""
+        """Whether a step can begin before `confirm`, because it exchanges no tensors before its loss."""
         if self._waits is None:
-            # A custom step may never call `compute_loss`, the caller of `confirm`; compiled steps must not change.
+            # A custom step possibly never calls `compute_loss`, and so `confirm`. Compiled steps must not contain it.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -310,7 +317,7 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Wait for the pending message of all ranks, and read row counts. All raise ValueError if ranks disagree."""
+        """Receive the pending messages of all ranks, and read row counts. All raise ValueError if ranks disagree."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -324,7 +331,7 @@ class Session:
             return
         self._rows = rows = [num for num, _ in messages]
         if any(rows) and not all(flags // 2 % 2 for _, flags in messages):
-            # A rank that never had a row needs a batch to run the model on.
+            # A rank that has never had a row receives a batch of another rank, because its model needs an input.
             batch = self._broadcast_batch(self._last_batch.get(self._phase), rows)
             self._last_batch.setdefault(self._phase, batch)
 
@@ -336,20 +343,20 @@ class Session:
         return self._rows
 
     def all_rows(self) -> int | Callable[[], int]:
-        """Return the total number of rows of that batch, or a function that waits for it."""
+        """Return the total number of rows of the next or running batch, or a function that waits for the number."""
         if self._pending is None or self._is_part:
             return sum(self._rows)
         return lambda: sum(self.rows())
 
     def begin_call(self) -> None:
-        """Forget values that may differ in another call."""
+        """Forget values that can differ in the next `fit`, `evaluate` or `predict`."""
         self._optimizer_of_step = None
         if self._step_of_call is not None:
             self._step_of_call.begin_call()
 
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
-        """Isolate the batch state of a nested call (a callback may start one between a batch and its step)."""
+        """Run a nested call, which a callback can start between a batch and its step, with separate batch state."""
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
@@ -365,7 +372,7 @@ class Session:
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
-        """End the step of a batch. Return its logs over all ranks if some rank reads them, or the last such logs."""
+        """End the step of a batch. If some rank reads the logs, return those of all ranks, otherwise the last ones."""
         add_promised_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
@@ -380,11 +387,11 @@ class Session:
     @torch.compiler.disable
     @torch.no_grad()
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
-        """Gather the outputs of all ranks (with `rows[rank]` rows each) for a batch, in the order of its rows."""
+        """Gather the outputs of all ranks for a batch, in the order of its rows. Rank i has `rows[i]` of the rows."""
         assert self.ranks is not None
-        add_promised_steps(-1)  # every further exchange starts with a message
+        add_promised_steps(-1)  # the step ends here, because the exchanges below begin with a message
         mine = rows[self.ranks.replica_id]
-        num_run = max(mine, 1)  # a rank without rows has run one
+        num_run = max(mine, 1)  # a rank without rows has run the model on one row
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
         # An output may have several rows per row of the batch.
         factors = [
@@ -398,7 +405,7 @@ class Session:
                 f"Received: for {num_run} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
                 "Use `keras_shardopt.prepare(model, gather=False)`; each rank then predicts its rows alone."
             )
-        # Send bytes, each tensor padded to the rows of the largest part.
+        # Send all tensors as bytes, because dtypes can differ. Pad each to the row count of the rank with most rows.
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
         parts = []
         for tensor, factor, size in zip(tensors, factors, sizes):
@@ -414,12 +421,12 @@ class Session:
 
     @torch.compiler.disable
     def mean_logs(self, logs: Any) -> Any:
-        """Return non-metric logs averaged over ranks, weighted by the rows of each in the last batch."""
+        """Return logs that are not metrics, averaged over ranks. A rank's weight is its row count in the last batch."""
         assert self.ranks is not None
         if not isinstance(logs, dict):
             return logs
         floats = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
-        # A rank without rows may have NaN.
+        # A rank without rows may have NaN, so send 0.
         values = [value * self.last_rows if self.last_rows else 0.0 for value in floats.values()]
         mine = [float(self.last_rows), *values]
         device = self.model.trainable_variables[0].value.device
@@ -443,47 +450,47 @@ class Session:
         self._unreported.reported(0)
 
     def begin_epoch(self) -> None:
-        """Cancel promised batches."""
+        """Cancel the promised batches, because the last epoch may have ended early."""
         self._unreported.reported(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
-        """Return `data`, or the data of another rank if this rank has none (None)."""
+        """Return `data`, this rank's batch; if it is None, the batch of another rank."""
         has_data = [has for has, _ in self.exchange(Phase.BUILD, data is not None)]
         if not any(has_data):
             raise ValueError("`x` has no batch on any rank. Pass at least one batch on one rank.")
         return data if all(has_data) else self._broadcast_batch(data, has_data)
 
     def forget_batches(self) -> None:
-        """Forget the last batches: another call may have batches of another structure."""
+        """Forget the last batches, because the next call may have batches of another structure."""
         self._last_batch.clear()
         self.mine = self._pending = self._waits = None
 
     def _broadcast_batch(self, data: Any, owners: Sequence[int]) -> Any:
-        """Broadcast `data` of the first rank with a nonzero entry in `owners`."""
+        """Return, on all ranks, `data` of the first rank that has a nonzero entry in `owners`."""
         assert self.ranks is not None
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
 
 
 _MOST_PROMISED = 32
-"""Upper bound, exclusive, of the number of promised batches."""
+"""The number of promised batches is less than this number, so it fits in 5 bits."""
 
 _NOTHING_YET = -1
-"""Sentinel for the start of an epoch: nothing promised yet, and the first batch promises none."""
+"""Marks the start of an epoch: no batch is promised yet, and the first batch promises none."""
 
 
 class _Unreported:
-    """The batches since the last message, covered by the next message, and the number of batches still promised."""
+    """The batches since the last message, which the next message reports, and the number of batches still promised."""
 
     def __init__(self) -> None:
         self.num_batches = 0
         self.mark = 0
-        """A checksum of their row counts and values."""
+        """A checksum of the row counts and values of these batches."""
         self._num_promised = 0
         self._num_last = _NOTHING_YET
         self._since = time.monotonic()
 
     def add(self, num_rows: int, print_: int) -> None:
-        """Add a batch with fingerprint `print_`; 0 for a separate batch, because it may differ between ranks."""
+        """Add a batch with checksum `print_`. 0 leaves the values out, for data that differs between ranks."""
         self.num_batches += 1
         if print_:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
@@ -496,7 +503,7 @@ class _Unreported:
         return True
 
     def can_promise_steps(self, num_equal: int, seconds: float) -> int:
-        """Return the number of batches to promise: 4 times the last one + 3, within `num_equal` and `seconds`."""
+        """Return how many batches to promise: 4 times the last number + 3, within `num_equal` batches and `seconds`."""
         if num_equal <= 0 or not can_promise_steps():
             return 0
         now = time.monotonic()
@@ -505,7 +512,7 @@ class _Unreported:
         return max(wanted, 0)
 
     def reported(self, num_promised: int) -> None:
-        """Clear the batches that a message has covered, and set the number of promised batches."""
+        """Clear the batches, because a message has reported them, and set the number of promised batches."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         add_promised_steps(self._num_promised - before)
@@ -522,7 +529,7 @@ def session_of(model: Any) -> Session:
 
 @contextlib.contextmanager
 def run_of(session: Session | None) -> Iterator[None]:
-    """Set the session of the running call (None: the call does not involve the other ranks)."""
+    """In a block, set the session of the running call; None if the call does not involve the other ranks."""
     token = running.set(session)
     try:
         yield
@@ -532,7 +539,7 @@ def run_of(session: Session | None) -> Iterator[None]:
 
 @torch.no_grad()
 def metrics_of_all(model: Any, ranks: TorchProcessGroup, result: Callable[[], Any]) -> Any:
-    """Return `result()` computed from metric variables aggregated over ranks. Then restore this rank's values."""
+    """Aggregate metric variables over ranks, return `result()`, and restore this rank's values of the variables."""
     mine = [v.value for v in model.metrics_variables]
     before = [tensor.clone() for tensor in mine]
     for op in ("sum", "mean"):

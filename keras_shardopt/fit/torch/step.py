@@ -1,4 +1,4 @@
-"""One step of a prepared model on PyTorch, and the per-rank state that is averaged before it is read."""
+"""One step of a prepared model on PyTorch, and the average over ranks of state that differs between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 class TrainStep:
-    """Keras's step on this rank's part of the batch. Extensions override parts of it."""
+    """Runs Keras's step on this rank's rows of the batch. Extensions override some methods."""
 
     logs_are_global = False
     """Whether the logs of each batch already cover all ranks."""
@@ -33,18 +33,18 @@ class TrainStep:
         self._stateful: list[Any] | None = None
 
     def begin_call(self) -> None:
-        """Forget values of the last call. Called when `fit`, `evaluate` or `predict` begins or ends."""
+        """Forget values of the last call. Runs when `fit`, `evaluate` or `predict` begins or ends."""
         self._stateful = None
 
     def begin_fit(self) -> None:
         """Called when `fit` begins."""
 
     def num_parts_of(self, num_ranks: int) -> int:
-        """Return the number of parts of a batch."""
+        """Return the number of parts into which a batch is divided. Default: one per rank."""
         return num_ranks
 
     def rows_of(self, num: int, num_ranks: int) -> list[int]:
-        """Return the number of rows of each rank."""
+        """Return the number of rows of each rank, for a batch of `num` rows."""
         return rows_of_parts(num, num_ranks)
 
     def fit_states(self, rows: Sequence[int], rank: int) -> None:
@@ -53,10 +53,10 @@ class TrainStep:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])
 
-    # It communicates, so only the functions that it calls are compiled.
+    # This method communicates, so `torch.compile` must compile only the functions that it calls.
     @torch.compiler.disable(recursive=False)
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Return the logs of `real(data)` for this rank's part of the batch."""
+        """Run `real`, the step of Keras, on this rank's rows `data`. Return the logs."""
         session = self._session
         ranks, mine = session.ranks, session.mine
         if ranks is None or mine is None:
@@ -77,7 +77,7 @@ class TrainStep:
         return session.logs_of_all(logs)
 
     def after_loss(self) -> None:
-        """Called after each loss."""
+        """Hook after the computation of each loss."""
 
     # -- per-rank state ------------------------------------------------------------------------------------------
 
@@ -88,14 +88,14 @@ class TrainStep:
         """Called on all ranks before weights are read."""
 
     def weights_set(self) -> None:
-        """Called when training begins with equal weights."""
+        """Called when training begins and all ranks have equal weights."""
 
     def end_epoch(self, is_call: bool) -> None:
-        """Called at the end of a training epoch, or of a `train_on_batch` (not `is_call`)."""
+        """Called at the end of an epoch of `fit` (`is_call`), or of a `train_on_batch` (not `is_call`)."""
         self.settle()
 
     def settle(self) -> None:
-        """Replace per-rank state with its mean over ranks."""
+        """Replace the state that differs between ranks by its mean over ranks."""
         average(statistics_of(self._session.model), self._session.ranks)
 
     def progress(self) -> list[tuple[int, bool]]:
@@ -104,21 +104,21 @@ class TrainStep:
         return [(int(reducer.iterations), has_own) for reducer in self._session.reducers]
 
     def stopped_alike(self) -> bool:
-        """Whether all ranks have per-rank state and equal progress, so it can be averaged. Collective."""
+        """Whether all ranks have made the same updates and have per-rank state to average. All call it together."""
         found = self.progress()
         everyones = gather_objects(found, "compares how far ranks are")
         return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def _counted(model: Any) -> list[Any]:
-    """Return the variables that a step without rows must not change: all but seeds and the trackers of mean losses."""
+    """Return the variables to restore after a step without rows: all but seeds and the trackers of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     metrics = [v for v in model.metrics_variables if id(v) not in shared]
     return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
 
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
-    """Return the step for the optimizer of the model. Reuse the previous step if its class is unchanged."""
+    """Return the step for the optimizer of the model: the step `before` if its class is still the right one."""
     kind = step_class(session.reducers, TrainStep)
     if before is None or type(before) is not kind:
         made: TrainStep = kind(session)

@@ -1,8 +1,8 @@
 """The class that `prepare(model)` mixes in on PyTorch: methods of Keras's trainer for several ranks.
 
-All ranks draw the same batches, and each uses its part of every batch. If its data is already divided, a rank uses
-separate batches instead. Ranks exchange their row counts for each batch, because these weight uneven batches. A rank
-without batches left takes part with empty batches. At the end of an epoch the ranks aggregate metrics.
+All ranks load the same batches, and each uses its rows of every batch. If data is already divided, each rank uses
+batches of its data instead. Ranks exchange their row counts for each batch, because a rank's weight is its row count. A
+rank that has no batch left takes part with zero rows. At the end of an epoch, ranks aggregate metrics.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`.
@@ -43,14 +43,14 @@ from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
 
 def prepare(model: Any) -> None:
-    """Make `fit`, `evaluate`, `predict` and the calls on one batch collective over all ranks."""
+    """Make all ranks run `fit`, `evaluate`, `predict`, `train_on_batch` and `test_on_batch` together."""
     if SESSION not in vars(model):
         object.__setattr__(model, SESSION, Session(model))
     mix_in(model, PreparedOnTorch)
 
 
 class PreparedOnTorch(PreparedModel):
-    """A model that all ranks train together. Without several ranks, its steps are Keras's."""
+    """A model that all ranks train together. With one rank, it runs the steps of Keras."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
@@ -72,7 +72,7 @@ class PreparedOnTorch(PreparedModel):
             return _run(session, session, Phase.TEST_BATCH, super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict this rank's part of every batch and gather; or, without sharding or gathering, on this rank only."""
+        """Predict this rank's rows of every batch and gather. With `auto_shard` or `gather` False, predict alone."""
         session, sharing = session_of(self), sharing_of(self)
         together = session if sharing.gather and sharing.auto_shard else None
         session.look(together)
@@ -110,7 +110,7 @@ class PreparedOnTorch(PreparedModel):
 
     @torch.compiler.disable(recursive=False)
     def predict_step(self, data: Any) -> Any:
-        """Predict this rank's part of a batch. Return the predictions of all ranks."""
+        """Predict this rank's rows of a batch, and return the predictions of all ranks."""
         session = session_of(self)
         outputs = super().predict_step(data)
         if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
@@ -119,7 +119,7 @@ class PreparedOnTorch(PreparedModel):
         return session.rows_of_all(outputs, session.rows())
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss after `confirm`: ranks exchange tensors from here, so all must be in the same step."""
+        """Compute the loss after `confirm`: ranks exchange tensors from here on, so all must be in the same step."""
         session = session_of(self)
         session.confirm()
         loss = super().compute_loss(*args, **kwargs)
@@ -145,13 +145,13 @@ class PreparedOnTorch(PreparedModel):
         if ranks is None or running.get() is not session:
             return real(logs)
         session.end_epoch()
-        if session.step.logs_are_global:  # each step has already aggregated them
+        if session.step.logs_are_global:  # each step has already aggregated the logs over ranks
             session.logs.forget()
             return pythonify_logs(real(logs))
         if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):
             session.step.end_epoch(is_call=session.call is not None)
             set_replica_statistics(self, False)
-        # Some metrics return their variable, so convert to Python numbers.
+        # Some metrics return their variable, whose value is restored below, so convert it to a Python number at once.
         result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
         session.logs.forget()
         return session.mean_logs(logs) if result is None else result
@@ -161,7 +161,7 @@ class PreparedOnTorch(PreparedModel):
 
 
 def train_separately(model: Any) -> bool:
-    """Whether ranks would train this model (without a `CrossShard`) independently: nothing averages its gradients."""
+    """Whether ranks would train this model, which has no `CrossShard`, separately: nothing averages its gradients."""
     if not (dist.is_available() and dist.is_initialized()):
         return processes.process()[0] > 1
     replicas = runtime.communicator("")
@@ -169,14 +169,14 @@ def train_separately(model: Any) -> bool:
 
 
 def step_one_by_one(model: Any) -> None:
-    """Make an unprepared model run with `steps_per_execution=1`, as on several ranks."""
+    """Make an unprepared model run with `steps_per_execution=1`, as a prepared model does."""
     mix_in(model, _OneByOne)
 
 
 def _run(
     session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a call, perhaps nested: on all ranks (`together` is the session), or on this rank only (None)."""
+    """Run `fit`, `evaluate` or `predict`: on all ranks (`together` is the session), or on this rank only (None)."""
     before = session.call
     with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
@@ -199,7 +199,7 @@ def _run(
 
 @contextlib.contextmanager
 def _one_by_one(model: Any) -> Iterator[None]:
-    """Run a call with one step per execution: ranks communicate before each. Keras 3.15 has no other mode on torch."""
+    """Run a call with one step per execution, because ranks communicate before each step."""
     steps = model.steps_per_execution
     if steps == 1:
         yield
@@ -220,27 +220,27 @@ class _IsUnbuilt(Exception):
 
 
 class _RaisesWhenRead:
-    """An iterator that detects whether Keras needs a batch to build the model."""
+    """Stands in for the iterator of batches, and raises when Keras reads it: the model is then unbuilt."""
 
     def __iter__(self) -> Any:
         raise _IsUnbuilt
 
 
 def _first_part(session: Session, data: Any) -> Any:
-    """Return the first part of a batch that all ranks have: a layer may require this number of rows."""
+    """Return the first rank's rows of a batch that all ranks have, because a layer may require this number of rows."""
     ranks, num = session.ranks, int(num_rows(data))
     assert ranks is not None
     session.step.fit_states(rows_of_parts(num, ranks.num_replicas), ranks.replica_id)
     return part_of_batch(data, rows_of_parts(num, session.step.num_parts_of(ranks.num_replicas)), 0)
 
 
-# Keras 3.16 renames the class.
+# Find Keras's trainer class by its module, because Keras 3.16 renames it.
 _KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == torch_trainer.__name__)
 _metrics_result_in_keras = _KerasTrainer.get_metrics_result
 
 
 def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **kwargs: Any) -> Any:
-    """Run a step on each rank's own rows (perhaps none). Return logs over all ranks."""
+    """Run `train_on_batch` or `test_on_batch` on each rank's own rows (perhaps none). Return logs over all ranks."""
     session, arguments = session_of(model), dict(inspect.signature(real).bind(*args, **kwargs).arguments)
     return_dict = arguments.pop("return_dict", False)
     if session.ranks is None:
@@ -258,13 +258,13 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
-@torch.compiler.disable(recursive=False)  # it communicates
+@torch.compiler.disable(recursive=False)  # the step communicates, so compile only the functions that it calls
 def _step(session: Session, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     return session.step.run(real, data, trains)
 
 
 def _metrics_result(model: Any) -> Any:
-    """Replace Keras's method: metrics of a prepared model are per-rank until the end of an epoch."""
+    """Replaces Keras's method, which sums over ranks in 3.16: here, metrics are per-rank until an epoch ends."""
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)
