@@ -1,9 +1,9 @@
 """Data-parallel training for Keras 3 with the same result on TensorFlow, JAX and PyTorch.
 
-Optimizers: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`, `LARC`,
-`VariableClipping`, `Tower`. For `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`, `save_weights`,
-`synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. All in one call: `build_optimizer`,
-`optimize_loss`.
+Optimizers: `CrossShard` (averages gradients over replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
+`LARC`, `VariableClipping`, `Tower`. For `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`, `save_weights`,
+`synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. `build_optimizer` and
+`optimize_loss` combine these in one call.
 """
 
 try:

@@ -1,7 +1,7 @@
 """Checks of constructor arguments: numbers in a range, flags, choices, lists.
 
-Each function returns the argument as a JSON-serializable Python value, for configs. Its error states the rule, the
-value, and the fix.
+Each function returns the argument as a JSON-serializable Python value, for configs. An invalid value raises an error
+with the rule, the value, and the fix.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Number = int | float
 
 
 def number(name: str, value: Any, at_least: float | None = None, above: float | None = None, fix: str = "") -> float:
-    """Returns a finite float, with a lower bound `at_least` (inclusive) or `above` (exclusive)."""
+    """Returns a finite float that is >= `at_least` or > `above`."""
     _check_type(name, value, fix)
     rule = f"`{name}` must be a finite number"
     if at_least is not None:
         rule += f", at least {at_least:g}"
     if above is not None:
         rule += f", greater than {above:g}"
-    # A NaN fails every comparison.
+    # NaN is out of any range, because every comparison with it is False.
     in_range = (at_least is None or value >= at_least) and (above is None or value > above)
     if not (is_finite(value) and in_range):
         raise ValueError(_message(rule, name, value, fix))
@@ -39,13 +39,13 @@ def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
 
 
 def duration(name: str, value: Any) -> Number:
-    """Returns a number of updates >= 1, possibly a fraction; an int if it is whole."""
+    """Returns a number of updates >= 1. It can be a fraction; a whole number becomes an int."""
     length = number(name, value, at_least=1, fix="Give the number of updates that the decay takes.")
     return int(value) if length == int(length) else length
 
 
 def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int]:
-    """Returns a list of at least `at_least` ints >= 0 that do not decrease."""
+    """Returns a list of ints >= 0 that do not decrease, with at least `at_least` items."""
     whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
     if whole != sorted(whole):
         raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort them."))
@@ -73,7 +73,7 @@ def real(
     finite: bool = True,
     fix: str = "",
 ) -> float:
-    """Returns a float of an optimizer. Unlike `number`, with an upper bound, and infinite with `finite=False`."""
+    """Returns a float that is >= `at_least`, > `above` and < `below`. With `finite=False`, it can be infinite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         kind = f" (of type {type(value).__name__})"
         raise TypeError(_message(f"`{name}` must be a float", name, value, fix, kind))
@@ -108,14 +108,14 @@ def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a bool."""
+    """Returns the value unchanged if it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(_message(f"`{name}` must be a bool", name, value))
     return value
 
 
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
-    """Returns one of the given words."""
+    """Returns the value unchanged if it is one of `words`."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(
             _message(f"`{name}` must be {' or '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}", name, value)
@@ -124,22 +124,22 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
 
 
 def with_article(name: Any) -> str:
-    """Returns a name with its article, for messages: "a float", "an int". For an object, the name of its type."""
+    """Returns a name with its article, for messages: "a float", "an int". For an object, uses the name of its type."""
     word = name if isinstance(name, str) else type(name).__name__
     vowel = word.lower().startswith(("a", "e", "i", "o", "u")) and not word.lower().startswith(("uint", "uni", "use"))
     return f"{'an' if vowel else 'a'} {word}"
 
 
 def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:
-    """Returns the first of many names, for messages, and the number of other names."""
+    """Returns a text with the first `most` names, and the number of the other names, for messages."""
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is in the range of a float, and not infinite or NaN."""
+    """Whether the value as a float is neither infinite nor NaN, and does not overflow."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int larger than all floats
+    except OverflowError:  # an int above the largest float
         return False
 
 
@@ -151,6 +151,6 @@ def _check_type(name: str, value: Any, fix: str) -> None:
 def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") -> str:
     try:
         received = repr(value)
-    except Exception:  # an object with a failing `__repr__`, or an int with too many digits
+    except Exception:  # a failing `__repr__`, or too many digits
         received = with_article(value)
     return f"{rule}. Received: {name}={received}{kind}{'. ' + fix if fix else ''}"

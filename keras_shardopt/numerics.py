@@ -1,6 +1,6 @@
 """Types of tensors, variables and gradients, and arithmetic with the same results on every backend.
 
-Gradients may be None, sparse, or in half precision.
+The functions accept gradients that are None, sparse, or in half precision.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ class Optimizer(Protocol):
 
 
 Gradients = Sequence[Any]
-"""One `Tensor` or `None` per variable."""
+"""Gradients in the order of variables. None if a variable has no gradient."""
 
 ReduceOp = Literal["sum", "mean", "max"]
 """The element-wise operation of a reduction over replicas."""
 
 UNKNOWN = -1
-"""An unknown replica or variable."""
+"""Stands for an unknown replica or variable in `Step.found_inf`."""
 
 ALL_FINITE = (0, UNKNOWN, UNKNOWN)
-"""The value of `Step.found_inf` if all gradients are finite."""
+"""The value of `Step.found_inf` (whether a gradient is not finite, replica, variable) if all are finite."""
 
 Groups = Sequence[Sequence[int]]
 """Disjoint, sorted lists of replica ids, of equal length, that contain each replica once."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-"""Any function."""
+"""Any callable, for decorators that return a callable with the same type."""
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether the gradient is a `tf.IndexedSlices`: some rows, perhaps with repeated indices, instead of all."""
+    """Whether the gradient is a `tf.IndexedSlices`: only some rows, perhaps with repeated indices."""
     return hasattr(grad, "dense_shape") and hasattr(grad, "indices")
 
 
 def dense(grad: Tensor, variable: Variable) -> Tensor:
-    """Returns the gradient with all rows of its variable; rows of a sparse one with the same index are summed."""
+    """Returns a gradient with all rows of its variable. Rows of a sparse gradient with the same index are summed."""
     return ops.segment_sum(grad.values, grad.indices, variable.shape[0]) if is_sparse(grad) else grad
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Returns the elements of a gradient, or of the rows of a sparse one."""
+    """Returns a gradient unchanged, or the rows of a sparse gradient as a tensor."""
     if is_sparse(grad):
         return grad.values
     return grad if ops.is_tensor(grad) else ops.convert_to_tensor(grad)
 
 
 def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-    """Applies `function` to a gradient, or to the rows of a sparse one."""
+    """Applies `function` to a gradient, or to the rows of a sparse gradient."""
     if is_sparse(grad):
         return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
     return function(grad)
@@ -87,7 +87,7 @@ LARGEST_FLOAT16 = 65504.0
 
 
 def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
-    """Returns the sum of two gradients of a variable. Sparse ones are concatenated, and may then repeat indices."""
+    """Returns the sum of two gradients of a variable. Two sparse ones are concatenated; indices can repeat."""
     if is_sparse(first) and is_sparse(second):
         values = ops.concatenate([first.values, second.values], axis=0)
         indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
@@ -109,7 +109,7 @@ _NAMES: dict[Any, str] = {}
 
 
 def cast(value: Tensor, dtype: str) -> Tensor:
-    """Casts a tensor if its dtype differs; `keras.ops.cast` is slow even if it does not."""
+    """Casts a tensor if its dtype differs. The check is here because `keras.ops.cast` is slow even without a change."""
     return value if dtype_of(value) == dtype else ops.cast(value, dtype)
 
 
@@ -120,19 +120,19 @@ def in_float32(value: Tensor) -> Tensor:
 
 
 def overwrites_variable(variable: Variable) -> bool:
-    """Whether the variable's gradient is its next value (the scales of float8 training)."""
+    """Whether the "gradient" of a variable is its next value, as for the scales of float8 training."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def norm(value: Tensor) -> Tensor:
-    """Returns the L2 norm of all elements, in float32 (float64 for float64)."""
-    # `ops.norm` on PyTorch sums sequentially, with an error of 7e-4 for 16.8 million elements.
+    """Returns the L2 norm of all elements, in float32 (float64 for a float64 tensor)."""
+    # `ops.norm` sums sequentially on PyTorch, with an error of 7e-4 for 16.8 million elements.
     return ops.sqrt(ops.sum(ops.square(in_float32(value))))
 
 
 def factor_within(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """Returns the factor that limits a norm to `limit`: exactly 1 within the limit; NaN for a NaN."""
-    # min(1, limit / norm) is NaN for 0 / 0, and on PyTorch Keras computes the minimum with a number in float32.
+    """Returns the factor that limits a norm to `limit`. It is exactly 1 up to the limit, and NaN for NaN."""
+    # min(1, limit / norm) would be NaN for 0 / 0, and on PyTorch Keras would compute the minimum in float32.
     return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)
 
 
@@ -148,12 +148,12 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
     """
     squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
-    # One sum over a stack instead of a chain of scalar additions.
+    # Sum a stack of the squares, because this is faster than many scalar additions.
     return ops.sqrt(ops.sum(ops.stack([cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
 
 
 def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
-    """Multiplies the gradients by one factor that limits their global norm, now `norm`, to `limit`."""
+    """Multiplies gradients with the global norm `norm` by one factor that limits this norm to `limit`."""
     factor = factor_within(norm, ops.cast(limit, dtype_of(norm)))
     return [times(grad, factor) for grad in grads]
 
@@ -164,7 +164,7 @@ def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
 
 
 def times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Returns the gradient times a scalar, computed in float32, in its own dtype."""
+    """Returns the gradient times a scalar, in the dtype of the gradient. Half precision is multiplied in float32."""
     return None if grad is None else map_values(lambda value: _times(value, factor), grad)
 
 

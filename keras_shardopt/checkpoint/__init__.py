@@ -1,1 +1,1 @@
-"""Files that several replicas write and read together."""
+"""Saves and loads models and training state from several processes together."""

@@ -1,8 +1,8 @@
-"""Atomic files: until the new file is complete, readers find the old one.
+"""Replaces a file atomically: until the new file is complete, readers find the old one.
 
-A new file is written in a separate folder next to the old one, flushed to disk, and renamed with the old file's mode
-and owner. The writer holds a lock in that folder. The kernel releases it when the program dies, in a container as well
-(process numbers and host names are not reliable there). The next writer removes folders that killed programs left.
+A new file is written in a separate folder next to the old one, flushed to disk, given the mode and owner of the old
+file, and renamed. The writer holds a lock in the folder. The kernel releases the lock when the writer dies, so the next
+writer can detect and remove folders of killed programs. Process ids would not work, because containers reuse them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import sys
 import time
 
 ABANDONED_SECONDS = 3600
-"""Without a lock that proves it, a folder counts as abandoned if nothing in it changed for this time, in seconds."""
+"""If locks cannot show whether a folder is in use, it counts as abandoned after this time without a change."""
 
 _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    # Locks are valid within one kernel. Containers on several machines may share a host name.
+    # Locks work within one kernel, so name the kernel. A host name can be shared by containers on several machines.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
-    except OSError:  # on Linux one of perhaps several sandboxes; other systems have no containers
+    except OSError:  # not Linux, or a Linux sandbox without `/proc`
         name = secrets.token_hex(8) if sys.platform == "linux" else socket.gethostname()
     return re.sub(r"[^A-Za-z0-9.]", "", name)
 
@@ -38,10 +38,10 @@ _PATTERN = re.compile(r"\.keras_shardopt-(?P<kernel>.+)-[0-9a-f]{8}\.unfinished"
 
 
 class Unfinished:
-    """A file that replaces the one at `path` when it is finished, and takes its mode and owner.
+    """A new file that replaces the file at `path` when it is finished. It gets the mode and owner of the old file.
 
-    The old file may be missing, but its folder must exist. A link stays a link: its target is replaced. Raises OSError
-    if the folder is not writable, or if `path` is not a file.
+    An old file need not exist, but its folder must. If `path` is a link, the target of the link is replaced. Raises
+    OSError if the folder is not writable, or if `path` is not a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,8 +56,8 @@ class Unfinished:
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
-            # A folder also holds files that Keras writes next to this file, and leaves name and mode of the file free.
-            # It is private, because the replaced file may be: its mode is copied only at the end.
+            # A folder, because Keras writes temporary files next to this one, and chooses its own file mode.
+            # Only its owner can read it, because perhaps only the owner can read the old file.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror
@@ -70,7 +70,7 @@ class Unfinished:
         try:
             with open(self.path, "rb+") as file:
                 _take_mode_and_owner(self.path, self._target)
-                # Before the rename: after a crash of the machine, the new name could have incomplete content.
+                # Flush before the rename. Otherwise the renamed file can be incomplete after a crash of the machine.
                 os.fsync(file.fileno())
             if keep_as is not None and os.path.exists(self._target):
                 os.replace(self._target, keep_as)
@@ -88,7 +88,7 @@ class Unfinished:
 
 
 def _take_mode_and_owner(path: str, target: str) -> None:
-    """Copies the mode of the file that will be replaced, and its owner if permitted."""
+    """Gives the new file the mode of the file at `target`, and its owner if this process is permitted to."""
     try:
         before = os.stat(target)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _take_mode_and_owner(path: str, target: str) -> None:
         with contextlib.suppress(OSError):  # only root can change the owner to another user
             os.chown(path, before.st_uid, -1)
         if os.stat(path).st_gid != before.st_gid:
-            # The new file has another group: grant it no more than the old file granted to all users.
+            # The new file has another group, so grant this group only rights that the old file grants to all users.
             mode = mode & ~0o070 | (mode & 0o007) << 3 & mode
     with contextlib.suppress(OSError):  # not a Unix file system
         os.chmod(path, mode)  # after `chown`, because that clears bits
@@ -114,7 +114,7 @@ def _remove_abandoned(folder: str) -> None:
         for name in os.listdir(folder or "."):
             found = _PATTERN.fullmatch(name)
             path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # another program may remove it at the same time
+            with contextlib.suppress(OSError):  # perhaps another program removes it too
                 if found is not None and _is_abandoned(path, found["kernel"]):
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -123,18 +123,18 @@ def _is_abandoned(path: str, kernel: str) -> bool:
     held = _is_held(path)
     if held is not None and (held or kernel == _KERNEL):
         return not held
-    # Another machine wrote it (a network file system may not share locks), or without a lock: go by the last change.
+    # Locks show nothing here: there are none, or another machine wrote the folder. So use the time of the last change.
     changed = [os.lstat(path).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path))]
     return time.time() - max(changed) > ABANDONED_SECONDS
 
 
 def _take_lock(scratch: str) -> int | None:
-    """Takes a lock in the folder until the descriptor is closed or this process ends; None without lock support."""
+    """Locks the folder until the returned descriptor is closed or this process ends. None: locks are not supported."""
     path = os.path.join(scratch, _LOCK)
     with contextlib.suppress(OSError):
         descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if _try_lock(descriptor):
-            # Renamed only after it is locked, so other programs never find an unlocked one.
+            # Rename the lock file after it is locked, so other programs never find it unlocked.
             os.rename(path + ".new", path)
             return descriptor
         os.close(descriptor)
@@ -142,7 +142,7 @@ def _take_lock(scratch: str) -> int | None:
 
 
 def _is_held(scratch: str) -> bool | None:
-    """Whether a program holds the lock in the folder; None if unknown."""
+    """Whether a program holds the lock of the folder. None: unknown."""
     try:
         descriptor = os.open(os.path.join(scratch, _LOCK), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -155,7 +155,7 @@ def _is_held(scratch: str) -> bool | None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Takes the lock. Returns False if another program holds it, and None without lock support."""
+    """Takes the lock and returns True. False: another program holds it. None: locks are not supported."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -170,7 +170,7 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _sync_folder(path: str) -> None:
-    # Makes the rename durable. Some systems cannot open a folder.
+    # Flush the folder, so the rename survives a crash. Some systems cannot open a folder: there this is left out.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

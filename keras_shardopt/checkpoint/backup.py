@@ -2,7 +2,7 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._initial_epoch` - the first epoch of the running `fit`.
-    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - the source of batches; the caller's first epoch.
+    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - local variables: the source of batches; its first epoch.
     `ArrayDataAdapter._epoch` (Keras 3.16 and later) - the number of past epochs, part of the seed that shuffles.
 """
 
@@ -51,7 +51,7 @@ from keras_shardopt.wrapping.chain import kind_of
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Resumes interrupted training with bitwise the same result, on one process or several.
+    """Resumes interrupted training, on one process or several, with the same result as without the interruption.
 
     At the end of each epoch, rank 0 writes one file, atomically. It holds:
 
@@ -70,8 +70,8 @@ class BackupAndRestore(keras.callbacks.Callback):
       arrays in the same order again.
     - Other callbacks start anew, as in Keras.
     - Per-replica state, such as moving statistics without `prepare`, becomes that of rank 0.
-    - An unfinished accumulation window (`CrossShard(gradient_accumulation_steps=k)`) starts anew, with a warning. Use
-      a multiple of k steps per epoch.
+    - Gradients that `CrossShard(gradient_accumulation_steps=k)` has accumulated for an unfinished update are lost, with
+      a warning. Use a multiple of k steps per epoch.
 
     Args:
         backup_dir: str or path: a local directory, created if missing. Only rank 0 needs access to it. Each training
@@ -81,7 +81,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         double_checkpoint: bool. True also keeps the previous backup, for disks that lose written data.
         delete_checkpoint: bool. True (default) deletes the backups when training ends.
         sharded: bool. True writes each backup as a sharded checkpoint (`save_sharded`): every process writes its part
-            to `backup_dir`, which all must see. Default: False.
+            to `backup_dir`, a folder that all processes can access. Default: False.
 
     Raises:
         TypeError: if `backup_dir` is not a path, or a flag not a bool.
@@ -167,7 +167,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: Any) -> None:
-        """Gives every process the state of a backup. `arrays` is None except on rank 0."""
+        """Restores the state of a backup on every process. `arrays` is None on all ranks but 0."""
         model = self.model
         build_optimizers(model, header.get("built_on", []))
         self._check_fits(header)
@@ -222,11 +222,11 @@ class BackupAndRestore(keras.callbacks.Callback):
                 join_gather(model)
         except Exception as error:
             problem = _sendable(error)
-        # No process continues before the backup is written.
+        # This also waits: no process continues before rank 0 has written the backup.
         raise_together(problem)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deletes the backups if `delete_checkpoint`."""
+        """Deletes the backups unless `delete_checkpoint` is False."""
         self.model._initial_epoch = None
         if self.delete_checkpoint and is_chief():
             for folder in complete_saves(self.backup_dir) if self.sharded else ():
@@ -234,7 +234,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             for path in (self._path, self._previous_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
-            with contextlib.suppress(OSError):  # it holds other files, or was never created
+            with contextlib.suppress(OSError):  # the folder has other files, or does not exist
                 os.rmdir(self.backup_dir)
 
     def _write(
@@ -286,7 +286,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                     return {**header, "path": path, "kinds": sorted(kinds)}, {"variable": [], **arrays}
             except FileNotFoundError:
                 continue
-            except Exception as error:  # a damaged archive raises many kinds of errors
+            except Exception as error:  # damaged archives raise many kinds of errors
                 words = str(error) or type(error).__name__
                 problem = problem or OSError(f"The backup {path!r} cannot be read: {words}")
         if problem is not None:
@@ -294,12 +294,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         return None, None
 
     def _check_fits(self, header: dict[str, Any]) -> None:
-        """Raises ValueError if the backup is of another model or optimizer. All processes have the same header."""
+        """Raises ValueError if the backup is of another model or optimizer. All processes must pass the same header."""
         model, path = self.model, header["path"]
         whole = {name for _, name in saved_together(model, is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
         ignored = {
             "variable",
-            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # carried values
+            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # residuals of compression
             *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, REPLICA_STATE))),
         }
         stored = set(header["kinds"]) - ignored
@@ -328,40 +328,43 @@ _WRAPPER_STATE = "wrapper_state"
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns the error, or an OSError with its text if other processes may lack its class."""
+    """Returns the error, or an OSError with its text if the class is not built in: other processes could lack it."""
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
 def _all_replica_values(variable: keras.Variable) -> list[np.ndarray]:
-    """Returns the values of a variable on all replicas. All processes call it together."""
+    """Returns the values of a variable on all replicas. All processes must call it."""
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 
 
 def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
-    """Restores each replica's carried values; does nothing if the variables or the number of replicas differ."""
+    """Restores each replica's carried values (state between reductions, such as residuals of compression).
+
+    Does nothing if the shapes or the number of replicas differ from those of the backup.
+    """
     own = [placement.replica_values(variable) for variable in variables]
     counts = processes.gather_objects(len(own[0]) if own else 0)
     if shapes != [[sum(counts), *rows[0].shape] for rows in own]:
         return
     start = sum(counts[: processes.process()[1]])
     for i, (variable, rows) in enumerate(zip(variables, own)):
-        # One array at a time, because `gather_objects` copies from all processes.
+        # Send one array at a time to limit memory, because `gather_objects` returns a copy per process.
         of_all = processes.gather_objects(None if arrays is None else arrays[i])[0]
         placement.assign_replica_values(variable, list(of_all[start : start + len(rows)]))
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Returns rank 0's arrays on every process, as a store for `load_own_variables`."""
+    """Sends rank 0's arrays to every process. Returns them as a store for `load_own_variables`."""
     num_arrays = processes.gather_objects(None if arrays is None else len(arrays))[0]
-    # One array at a time, because `gather_objects` copies from all processes.
+    # Send one array at a time to limit memory, because `gather_objects` returns a copy per process.
     own = [None] * num_arrays if arrays is None else arrays
     return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(own)}
 
 
 class _Entries:
-    """Writes arrays into an archive in the format of `numpy.savez`, with a common prefix of their names."""
+    """A store that writes arrays to an archive in the format of `numpy.savez`, under names with a common prefix."""
 
     def __init__(self, archive: zipfile.ZipFile, kind: str = "") -> None:
         self._archive = archive
@@ -373,12 +376,12 @@ class _Entries:
 
 
 def _skip_epochs(epoch: int) -> None:
-    """Advances the epoch counter that the running `fit` shuffles arrays with."""
+    """Sets the epoch counter that seeds the shuffling of arrays in the running `fit`."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
     if hasattr(adapter, "_epoch"):
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
-    # NumPy's format has no bfloat16 or float8; float32 represents them exactly.
+    # NumPy's file format has no bfloat16 and float8, but float32 represents their values exactly.
     return array if array.dtype.kind in "biufc" else array.astype("float32")

@@ -1,13 +1,13 @@
-"""Collective saving: every process takes part, rank 0 writes, and each file appears atomically.
+"""Saves models from several processes: all take part, rank 0 writes, and each file is replaced atomically.
 
-All processes gather divided optimizer state in the same order, also after an error on rank 0. That error is raised
-on every process at the end.
+Optimizer state that is divided among processes is gathered, by all of them in the same order. If rank 0 has an error,
+the gathering still runs to its end, so no process waits for rank 0. Then every process raises the error.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model` - writes a checkpoint; takes the arguments of the next two.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - the path, and whether to save.
-    `keras.src.saving.saving_lib._save_state` - visits all saved objects in order; saves nothing without a store.
-    `keras.src.saving.saving_lib.H5IOStore` - the class of stores that it accepts.
+    `keras.src.saving.saving_lib._save_state` - visits all objects that a file would hold, in order.
+    `keras.src.saving.saving_lib.H5IOStore` - the class of stores that `_save_state` accepts.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = T
     """Saves a model atomically from several processes.
 
     Every process calls it, at the same point of the program. Sharded state is gathered, rank 0 writes, and all
-    processes return when the file exists. They wait during the write, so `data_parallel(timeout=...)` must be longer.
+    processes return when the file exists. They wait for rank 0, so `data_parallel(timeout=...)` must exceed the time of
+    the write.
 
     The file is written next to `filepath`, flushed to disk (`fsync`), and renamed. A killed program leaves the
     complete old file or the complete new one. It may also leave a folder `.keras_shardopt-*.unfinished`: the next
     save into the same folder removes it. `keras.saving.load_model` reads the file with any number of replicas and on
     any backend.
 
-    With one process it is an atomic `model.save`. After `close()` of the scope, processes other than rank 0 return at
-    once.
+    With one process, this is an atomic `model.save`. After `close()` of the `data_parallel` scope, all processes but
+    rank 0 return at once.
 
     Args:
         model: a `keras.Model`.
         filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Its folder must exist. Only
             rank 0 uses it, so only rank 0 needs access to the file system.
-        overwrite: bool. With False, an existing file is an error; Keras would ask at the terminal.
+        overwrite: bool. With False, an existing file raises an error (Keras would ask at the terminal).
 
     Raises:
         TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or `overwrite` not a bool.
@@ -90,7 +91,7 @@ def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool =
     Args:
         model: a `keras.Model` that is built.
         filepath: str or path, ending in ".weights.h5". Only rank 0 uses it.
-        overwrite: bool. With False, an existing file is an error.
+        overwrite: bool. With False, an existing file raises an error.
 
     Raises:
         TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or `overwrite` not a bool.
@@ -116,8 +117,8 @@ def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool =
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for several processes, with files that appear atomically.
 
-    Saves with `save_model` or `save_weights`. Rank 0 decides for all processes whether to save, and under which name,
-    from its logs (those of a prepared model cover all processes). The folder is created if it is missing.
+    Saves with `save_model` or `save_weights`. Rank 0 decides for all processes, from its logs, whether to save and
+    under which name. (The logs of a prepared model cover all processes.) The folder is created if it is missing.
 
     Every process needs this callback, with the same `save_freq`.
 
@@ -178,17 +179,17 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             raise ValueError(f'`save_freq` must be "epoch" or a number of batches. Received: save_freq={save_freq!r}')
         if initial_value_threshold is not None:
             initial_value_threshold = check.real("initial_value_threshold", initial_value_threshold, finite=False)
-        # Keras accepts a bool for this argument.
+        # Keras accepts a bool for this argument, so accept it too.
         verbose = int(verbose) if isinstance(verbose, bool) else check.integer("verbose", verbose, at_least=0)
         super().__init__(
             path, monitor, verbose, save_best_only, save_weights_only, mode, save_freq, initial_value_threshold
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        # Read `self.model` once on every process: on JAX this takes the state out of the training step.
+        # On JAX, reading `self.model` copies the training state of `fit` to the variables. All processes must do it.
         model = self.model
         with communicating(model):
-            # The result is None on other processes of a job after communication has ended.
+            # `from_rank_0` returns None on other ranks if the connection between processes was closed.
             path, self.best = from_rank_0(lambda: self._decide(epoch, batch, logs or {})) or (None, self.best)
         if path is None:
             return
@@ -197,18 +198,18 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             print(f"\nEpoch {epoch + 1}: finished saving model to {path}")
 
     def _decide(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
-        """Returns the file to write (None to skip saving), and the best value so far."""
+        """Returns the path of the file to write (None: do not save), and the best value so far."""
         path = self._get_file_path(epoch, batch, logs)
         wanted = self._should_save_model(epoch, batch, logs, path)
         if wanted:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        # A Python float, because the result is sent to other processes.
+        # Convert tensors to Python floats, because the result is sent to other processes.
         best = self.best if self.best is None else float(keras.ops.convert_to_numpy(self.best))
         return path if wanted else None, best
 
 
 def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str) -> None:
-    """Saves between two barriers: one before gathering, one after the file exists."""
+    """Saves a model. All processes wait for each other before state is gathered, and after the file is written."""
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
@@ -219,8 +220,8 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
             is_divided = needs_all(model) or _reading_is_collective(model)
             if is_divided and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
-                    "`filepath` must end in '.keras' if replicas hold parts of the saved state. Keras' older format "
-                    f"does not support it. Received: filepath={filepath!r}"
+                    "`filepath` must end in '.keras' if replicas hold parts of the saved state. Keras' older '.h5' "
+                    f"format does not support this. Received: filepath={filepath!r}"
                 )
             if not overwrite and os.path.exists(path):
                 raise FileExistsError(f"`filepath` already exists, and `overwrite=False`. Received: {filepath!r}")
@@ -245,14 +246,14 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
 
 
 def _before_reading(model: Any) -> None:
-    """Prepares weights for reading. All processes call it together."""
+    """Prepares the weights for reading, as by assigning the mean of replicas. All processes must call it."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
                 part.pipeline.before_reading()
 
 
-# TensorFlow: a variable may be one that all processes must read together.
+# On TensorFlow, some variables can only be read by all processes together.
 _collective_reads = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
@@ -261,9 +262,9 @@ def _reading_is_collective(model: Any) -> bool:
 
 
 def _write_or_join(model: Any, method: str, path: str | None) -> None:
-    """Writes the file at `path`, or joins the gathering if `path` is None (all processes but rank 0)."""
+    """Writes the file at `path`. If `path` is None (all ranks but 0), only takes part in gathering state."""
     if _reading_is_collective(model):
-        # Each process saves into a temporary file, so all read in Keras' order even if rank 0 cannot write `path`.
+        # Each process saves to a temporary file, so all read variables in Keras' order, even if rank 0 fails.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
@@ -278,7 +279,7 @@ def _write_or_join(model: Any, method: str, path: str | None) -> None:
 
 
 def _write_with_keras(model: Any, method: str, path: str) -> None:
-    save = getattr(model.__class__, method)  # not the method of a prepared model
+    save = getattr(model.__class__, method)  # a prepared model replaces this method
     if processes.process()[0] == 1:
         save(model, path)
     else:
@@ -286,10 +287,10 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
 
 
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Calls Keras' `save` or `save_weights` on a prepared model, on any number of the processes.
+    """Calls Keras' `save` or `save_weights` of a prepared model. One process, several or all can call it.
 
-    Each calling process writes a temporary file and renames it. Folders, remote paths and further arguments go
-    directly to Keras.
+    Each calling process replaces its file atomically. Folders, remote paths and calls with further arguments are passed
+    to Keras unchanged.
     """
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = isinstance(path, str) and "://" not in path and path.endswith((*_MODEL_SUFFIXES, *_WEIGHTS_SUFFIXES))
@@ -298,7 +299,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
         return
     file = Unfinished(str(path))
     try:
-        # Outside the strategy: saving creates an optimizer, and on JAX all processes would have to create it together.
+        # Leave the strategy, because saving creates an optimizer, and on JAX all processes would have to create it.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()
@@ -307,7 +308,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
 
 
 def join_gather(model: Any) -> None:
-    """Takes part in the gathering of `gather_despite_errors` on a process that writes no file."""
+    """Takes part in the gathering of other processes in `gather_despite_errors`. This process writes no file."""
     if needs_all(model):
         with communicating(model):
             for part, _ in saved_together(model):
@@ -321,20 +322,21 @@ def _copy(source: str, target: str) -> None:
 
 
 def needs_all(model: Any) -> bool:
-    """Whether saving needs every process for one of the model's optimizers."""
+    """Whether the state of one of the model's optimizers can only be saved by all processes together."""
     return any(saves_collectively(optimizer) for optimizer in optimizers_of(model))
 
 
 def saves_collectively(optimizer: Optimizer) -> bool:
-    """Whether saving this optimizer's state needs every process."""
+    """Whether the state of this optimizer can only be saved by all processes together."""
     chain = [optimizer, *descendants(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
 def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively) -> list[tuple[Any, str]]:
-    """Returns the objects that save the state of the optimizers selected by `which`, with their names, in Keras' order.
+    """Returns the objects that hold the state of the optimizers for which `which` is true, and their names.
 
-    Divided state is gathered from all processes, so all must save these objects in this order.
+    The order is that of Keras' saver. All processes must save the objects in this order, because they gather divided
+    state.
     """
     chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
     if len(chosen) > 1:
@@ -350,7 +352,7 @@ def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively
 
 
 class NoStore(saving_lib.H5IOStore):
-    """An empty store: Keras' saver visits a model and saves nothing. The saver requires this base class."""
+    """A store for Keras' saver (which requires this base class) to visit the objects of a model and save nothing."""
 
     def __init__(self) -> None:
         pass
@@ -360,7 +362,7 @@ class NoStore(saving_lib.H5IOStore):
 
 
 class _VisitOrder:
-    """Replaces the saver's set of visited objects, and records the order of the visits."""
+    """Passed to Keras' saver as its set of visited objects. Records the order of the visits."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -376,7 +378,7 @@ class _VisitOrder:
 
 
 class NullStore:
-    """Discards values, for a process that takes part in saving and writes no file."""
+    """A store that discards values, for a process that only takes part in gathering."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         pass
@@ -402,7 +404,7 @@ class _DelayedErrors:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """Gathers divided state exactly once inside the block, and to the end, whether or not the file can be written."""
+    """Makes a save in this block gather divided state exactly once, and completely even if the save fails."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield
@@ -416,12 +418,12 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
             with communicating(model):
                 real(delayed)
         except Exception:
-            waiting.clear()  # other processes have failed here as well
+            waiting.clear()  # the gathering failed, so on all processes
             raise
         if delayed.problem is not None:
             raise delayed.problem
 
-    # Set on the instances for this block, past Keras' attribute tracking.
+    # Replace the method of each object in this block. `object.__setattr__` avoids Keras' tracking of attributes.
     for part in parts:
         object.__setattr__(part, "save_own_variables", functools.partial(gather, part))
     try:
@@ -431,14 +433,17 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
             object.__delattr__(part, "save_own_variables")
         for part in parts:
             if id(part) in waiting:
-                gather(part, NullStore())  # other processes have begun to gather
+                gather(part, NullStore())  # other processes gather it too
 
 
 # -- errors and values across processes ------------------------------------------------------------------------------
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raises on every process if one has a problem: its own, or that of the lowest rank. All call it together."""
+    """Raises an error on every process if one passes a problem: its own, or that of the lowest rank.
+
+    All processes must call it.
+    """
     own = None if problem is None else (type(problem).__name__, _words(problem))
     gathered = processes.gather_objects(own)
     if problem is not None:
@@ -450,7 +455,7 @@ def raise_together(problem: Exception | None) -> None:
 
 @contextlib.contextmanager
 def raising_together() -> Iterator[None]:
-    """Raises an error of this block on every process."""
+    """Raises an error of this block on every process. All processes must run the block."""
     problem = None
     try:
         yield
@@ -460,7 +465,7 @@ def raising_together() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0; returns its result, or raises its error, on every process."""
+    """Calls `function` on rank 0. Returns its result, or raises its error, on every process."""
     result, problem = None, None
     if is_chief():
         try:
@@ -485,7 +490,7 @@ def _error(kind: str, words: str) -> Exception:
     other = RuntimeError(f"{kind}: {words}" if words else kind)
     try:
         return known(words) if issubclass(known, Exception) else other  # type: ignore
-    except TypeError:  # not the name of a class, or a class that requires further arguments
+    except TypeError:  # no such class, or it needs more arguments
         return other
 
 
@@ -495,7 +500,7 @@ def is_chief() -> bool:
 
 
 def communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which processes can communicate, also outside the scope that created the model."""
+    """Returns a scope in which processes can communicate, even after the model's `data_parallel` block."""
     variables = model.variables if isinstance(model, keras.Model) else []
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 

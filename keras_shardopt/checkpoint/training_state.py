@@ -1,7 +1,7 @@
-"""The state that resumed training needs, in addition to the weights and the optimizer state of a model file.
+"""Finds and restores the state that training needs to resume, but Keras' model files lack.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers without their own.
+    `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers that have none.
     `keras.src.backend.common.global_state` - holds that seed as "global_seed_generator" once it exists.
 """
 
@@ -26,7 +26,7 @@ REPLICA_STATE = "of_each_replica_"
 
 
 def built_on(model: Any) -> list[list[int] | None]:
-    """Returns, for each optimizer of a model, the indices of the variables it was built on; None if it was not."""
+    """Returns, per optimizer of a model, the indices of the variables that it was built for. None: not built."""
     places = {id(v): i for i, v in enumerate(model.variables)}
     found: list[list[int] | None] = []
     for optimizer in optimizers_of(model):
@@ -37,7 +37,7 @@ def built_on(model: Any) -> list[list[int] | None]:
 
 
 def build_optimizers(model: Any, indices: list[list[int] | None]) -> None:
-    """Builds optimizers other than `model.optimizer`; only a custom training step would build them."""
+    """Builds the optimizers of a custom training step. Otherwise its first step would build them."""
     variables = model.variables
     for optimizer, own in zip(optimizers_of(model), indices):
         if own is not None and not optimizer.built:
@@ -45,7 +45,7 @@ def build_optimizers(model: Any, indices: list[list[int] | None]) -> None:
 
 
 def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
-    """Returns the values that each replica carries from one reduction to the next, by name."""
+    """Returns the variables with the state of each replica between reductions (residuals of compression), by name."""
     found: dict[str, list[keras.Variable]] = {}
     for part in cross_shards_of(model):
         for name, variables in part.pipeline.transport.carried.items():
@@ -54,22 +54,23 @@ def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
 
 
 def is_stored_whole(optimizer: Optimizer) -> bool:
-    """Whether a backup stores full-sized state. Such a backup fits any number of replicas."""
+    """Whether a backup stores the joined state of all replicas. Such a backup fits any number of replicas."""
     return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def saved_variables(model: Any) -> list[keras.Variable]:
-    """Returns the variables that a backup stores as they are on every process."""
+    """Returns the variables that a backup stores with their values on rank 0, because processes have the same."""
     return [*model.variables, *buffers_of(model), *optimizer_variables(model)]
 
 
 def optimizer_variables(model: Any) -> list[keras.Variable]:
-    """Returns the optimizer variables that every process has a copy of."""
+    """Returns the optimizer variables among `saved_variables`."""
     return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
 
 
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
-    if is_stored_whole(optimizer):  # files lack only the counts of skipped steps
+    if is_stored_whole(optimizer):
+        # The joined state, which the backup stores separately, lacks only these: counts of skipped steps.
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
@@ -78,7 +79,7 @@ def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
 
 
 def extensions_of(model: Any) -> list[tuple[Any, str]]:
-    """Returns the extensions with per-replica state, each with the name of this state in backups."""
+    """Returns each extension that has per-replica state, and the name of this state in backups."""
     found = [each for part in cross_shards_of(model) for each in part.extension_stages if each.keeps_state]
     return [(extension, f"{'abcdefgh'[i]}_{REPLICA_STATE}") for i, extension in enumerate(found)]
 
@@ -96,12 +97,12 @@ def global_seed(make: bool) -> list[keras.Variable]:
     return [] if found is None else [found.state]
 
 
-# PyTorch has its own global random numbers.
+# On PyTorch, global random numbers of the framework must be saved too.
 _generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the state of this process's global random numbers, JSON-serializable."""
+    """Returns the state of this process's global random number generators. It is JSON-serializable."""
     kind, keys, *others = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -111,9 +112,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], is_own: bool) -> None:
-    """Restores the result of `random_state` of this process (`is_own`) or of rank 0."""
+    """Restores a result of `random_state`. `is_own`: it is of this process, not of rank 0."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    if _generators is not None and state["framework"] is not None:  # None from another backend
+    if _generators is not None and state["framework"] is not None:  # None: saved on another backend
         _generators.set_rng_state(state["framework"], is_own)

@@ -40,8 +40,8 @@ def build_optimizer(
     """Build an optimizer, wrapped for clipping, loss scaling, accumulation and several replicas as requested.
 
     The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: accumulate and
-    reduce; unscale and decide whether to skip; clip; update. With only the first three arguments, the result is the
-    Keras optimizer itself.
+    average gradients; unscale them, or skip the update; clip; update. With only the first three arguments, the result
+    is the Keras optimizer itself.
 
     Args:
         optimizer: name, class or instance of an optimizer. "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum", "NovoGrad",
@@ -49,7 +49,7 @@ def build_optimizer(
             optimizers, in any case ("lion", "Nadam").
         optimizer_params: dict or None. Arguments of the optimizer's constructor.
         learning_rate_decay_fn: the learning rate: float, `LearningRateSchedule`, or function of the number of updates
-            so far (an integer scalar tensor). None: `optimizer_params` or the optimizer's default decides.
+            so far (an integer scalar tensor). None: the rate in `optimizer_params`, or the optimizer's default.
         dtype: "mixed" for float16 or bfloat16 weights with float32 master weights in the optimizer. With a float
             dtype (default "float32"), weights are updated in their own dtype. Use "float32" for Keras' "mixed_float16"
             policy, because its weights are float32.
@@ -57,8 +57,8 @@ def build_optimizer(
         larc_params: dict or None. Arguments of `LARC`: `larc_eta`, and optionally `larc_mode`, `min_update`, `epsilon`.
         loss_scaling: 1.0 (default) for none; a number for a static scale; "Backoff", "LogMax" or an
             `AutomaticLossScaler` for a dynamic scale that skips updates that overflow.
-        loss_scaling_params: dict or None. Parameters of the algorithm in `loss_scaling`.
-        iter_size: int >= 1. Calls per update; an update uses the mean of their gradients. A value above 1 adds a
+        loss_scaling_params: dict or None. Parameters of the algorithm that `loss_scaling` names.
+        iter_size: int >= 1. Number of calls per update. An update uses their mean gradient. A value above 1 adds a
             `CrossShard`, so gradients are also averaged over replicas, once per update.
         cross_shard: bool, or a dict of arguments of `CrossShard`. Whether to average gradients over replicas.
         tf1_defaults: bool. True selects TensorFlow 1's defaults and update rules for the eight names above:
@@ -97,8 +97,9 @@ def build_optimizer(
         CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=...
 
     References:
-        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It multiplied `weight_decay` of "AdamW" by the rate, in the
-        caller's dict; here `keras.optimizers.AdamW` does so. It ignored a static scale unless weights were "mixed".
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It changed the caller's dict: it multiplied `weight_decay` of
+        "AdamW" by the rate. Here `keras.optimizers.AdamW` multiplies. It ignored a static loss scale unless `dtype` was
+        "mixed".
     """
     install("optimizers")
     if clip_gradients is not None and larc_params is not None:
@@ -132,7 +133,9 @@ def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) 
     arguments = dict(cross_shard) if isinstance(cross_shard, Mapping) else {}
     known = [name for name in inspect.signature(CrossShard).parameters if name not in ("inner_optimizer", "old")]
     if any(name not in (*known, *old_attributes()) for name in arguments):
-        raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={arguments!r}")
+        raise ValueError(
+            f"`cross_shard` must have no keys but {known}. Received: cross_shard={arguments!r}. Remove the others."
+        )
     if iter_size > 1:
         if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
             raise ValueError(
@@ -172,7 +175,7 @@ def _learning_rate(given: Any) -> Any:
     try:
         inspect.signature(given).bind(0)
     except TypeError:
-        return given  # Keras calls functions without arguments
+        return given  # a function without arguments is passed to Keras
     return _FunctionOfStep(given)
 
 
@@ -181,7 +184,7 @@ def _keeps_master_weights(dtype: Any) -> bool:
         return True
     try:
         name = keras.backend.standardize_dtype(dtype)
-    except Exception:  # Keras raises several types of errors for invalid dtypes
+    except Exception:  # Keras raises several error types for this
         name = ""
     if "float" not in name or dtype is None:
         raise ValueError(f'`dtype` must be "mixed" or a float dtype. Received: dtype={dtype!r}')
@@ -196,7 +199,7 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
                 f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
             )
         return AutomaticLossScaler(loss_scaling, params)
-    # The original ignored params if `loss_scaling` was a number.
+    # Like OpenSeq2Seq, ignore `params` if `loss_scaling` is a number.
     is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
     if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
         raise TypeError(

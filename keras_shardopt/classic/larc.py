@@ -27,7 +27,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LARC(OptimizerWrapper):
-    r"""Layer-wise adaptive rate control: scales each gradient by the ratio of its variable's norm to its own.
+    r"""Layer-wise adaptive rate control: scales each gradient by its variable's norm divided by the gradient's norm.
 
     For a variable $w$ with gradient $g$, $\eta$ = `larc_eta`, $\epsilon$ = `epsilon`, $m$ = `min_update` and the
     learning rate $\lambda$ of this update, the inner optimizer receives $r \cdot g$:
@@ -43,8 +43,8 @@ class LARC(OptimizerWrapper):
     `MultiOptimizer`), so schedules and `LearningRateScheduler` apply.
 
     Norms and products use float32, and the result has the dtype of the variable. None gradients stay None. Sparse
-    gradients (`tf.IndexedSlices`) become dense. An infinite gradient stays infinite for finite checks of inner
-    wrappers. (With `min_update=0`, infinite elements become NaN, and the others 0.)
+    gradients (`tf.IndexedSlices`) become dense. Infinite gradients stay infinite, so inner wrappers can detect
+    them. (With `min_update=0`, infinite elements become NaN, and the others 0.)
 
     Use LARC inside `CrossShard`, because norms must be those of global gradients. If the inner optimizer accumulates
     (`gradient_accumulation_steps`), LARC scales each micro-batch's gradient. With Adam the factor mostly cancels,
@@ -57,13 +57,13 @@ class LARC(OptimizerWrapper):
         min_update: float >= 0. The smallest factor $r$. Default 1e-7.
         epsilon: float > 0. Prevents a division by 0 if the gradient is 0. Default 1e-7.
         faithful: bool. True reproduces OpenSeq2Seq for variables of norm 0: $r$ is `min_update`, so these hardly ever
-            leave 0, and NaN in clip mode with $\lambda = 0$. It also rounds $r$ to the dtype of the variable first.
+            change from 0; in clip mode with $\lambda = 0$, $r$ is NaN. Also rounds $r$ to the dtype of the variable.
         name: str or None. None derives a name from the class.
 
     Raises:
         TypeError: if a number has the wrong type.
-        ValueError: if `larc_mode` is unknown, a number is out of range, or a `CrossShard` is inside, because norms
-            would then be those of one replica's gradients.
+        ValueError: if `larc_mode` is unknown, a number is out of range, or a `CrossShard` is inside, because LARC
+            would then use the norms of one replica's gradients.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -76,8 +76,8 @@ class LARC(OptimizerWrapper):
 
     References:
         You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017. `larc_params` of OpenSeq2Seq's
-        `optimize_loss`, whose treatment of zero norms is behind `faithful=True`; it failed on None gradients and on
-        gradients of another dtype than their variable.
+        `optimize_loss`, which failed for None gradients and gradients with another dtype than their variable. See
+        `faithful` for its treatment of zero norms.
     """
 
     _needs_global_gradients = True
@@ -107,7 +107,7 @@ class LARC(OptimizerWrapper):
         self.faithful = faithful
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Scale each gradient by its factor."""
+        """Multiply each gradient by its factor $r$."""
         result = list(grads)
         scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
         wide = [self._wide(grads[i], variables[i]) for i in scaled]
@@ -120,14 +120,14 @@ class LARC(OptimizerWrapper):
         return result
 
     def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
-        """Return the factor $r$ for an incoming gradient: a scalar tensor in float32 (float64 for float64)."""
+        """Return the factor $r$ of a gradient: a scalar tensor in float32 (float64 for a float64 gradient)."""
         return self._ratios([self._wide(grad, variable)], [variable])[0]
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
         return in_float32(dense(grad, variable))
 
     def _ratios(self, wide: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
-        """Return the factor of each gradient, computed as one vector per dtype."""
+        """Return the factor of each gradient. Those of one dtype are computed as one vector, which is faster."""
         factors: list[Any] = [None] * len(wide)
         for dtype in dict.fromkeys(map(dtype_of, wide)):
             members = [i for i, grad in enumerate(wide) if dtype_of(grad) == dtype]
@@ -147,7 +147,7 @@ class LARC(OptimizerWrapper):
         return factor if self.faithful else ones_where(variable_norm == 0, factor)
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
-        """Return a vector with each variable's learning rate, or a scalar if all are equal."""
+        """Return the learning rate of each variable as a vector, or a scalar if all variables have the same."""
         found = base_optimizers(self)
         leaves = found if len(found) == 1 else [leaf_of(self, variable) for variable in variables]
         rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}

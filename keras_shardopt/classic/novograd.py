@@ -1,4 +1,4 @@
-"""NovoGrad: momentum of layer-wise normalized gradients.
+"""NovoGrad: SGD with the momentum of gradients that are normalized per variable.
 
 Private names of Keras touched here (test_novograd.py holds each of them):
     `Optimizer._apply_weight_decay` - Keras' weight decay, disabled here.
@@ -43,7 +43,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         beta1: float in [0, 1). Default 0.95.
         beta2: float in [0, 1). Default 0.98.
         epsilon: float >= 0. Default 1e-8.
-        weight_decay: float >= 0 or None. Default 0.0. Added to the momentum ($d$). Variables passed to
+        weight_decay: float >= 0 or None. Default 0.0. The factor $d$. Variables passed to
             `exclude_from_weight_decay` do not decay.
         grad_averaging: bool. Default False.
         faithful: bool. True reproduces a bug of OpenSeq2Seq, which never stores $v$: `beta2` has no effect, and
@@ -103,7 +103,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
         for argument, given in flags.items():
             check.flag(argument, given)
-        # Keras does not check these. Invalid values fail in the first update, or never.
+        # Check these here, because Keras does not: invalid values fail in the first update, or never.
         limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
         for argument, value in limits.items():
             if value is not None:
@@ -137,7 +137,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         self.faithful = faithful
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Create momentum and second moment of each variable."""
+        """Create the momentum and the second moment of each variable."""
         if self.built:
             return
         super().build(variables)
@@ -146,7 +146,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
 
     def _add_second_moment(self, variable: Variable) -> Variable:
         dtype = "float64" if dtype_of(variable) == "float64" else "float32"
-        # The name follows `add_optimizer_variables`, because slots are found by name.
+        # Name it like the variables of `add_optimizer_variables`, because `get_slot` finds slots by name.
         return self.add_variable((), dtype=dtype, name=f"{slot_prefix(variable)}second_moment")
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Any) -> None:
@@ -162,7 +162,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             average = self.beta2 * before + (1 - self.beta2) * square
             average = ops.where(before == 0, square, average)
             self.assign(second_moment, average)
-            # A zero gradient stays zero, also if epsilon is 0.
+            # A zero gradient stays zero even if epsilon is 0, instead of 0 / 0 = NaN.
             divisor = ops.cast(ops.sqrt(average) + self.epsilon, grad.dtype)
             normalized = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
         if self.weight_decay and self._use_weight_decay(variable):
@@ -174,7 +174,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         self.assign_sub(variable, ops.cast(ops.cast(learning_rate, moved.dtype) * moved, dtype_of(variable)))
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        # Keras would also subtract `weight_decay * learning_rate * weights`.
+        # Do nothing: the momentum contains the decay. Keras would also subtract `weight_decay * rate * weights`.
         del variables
 
     def get_config(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Private names of Keras touched here (test_build_optimizer.py holds each of them):
     `Optimizer._get_variable_index` - the position of a variable in the optimizer.
     `SGD.momentums` - the momentum slots, created by the base class.
-    `RMSprop.add_optimizer_variables(..., "velocity")` - the name of its mean of squares.
+    `RMSprop.add_optimizer_variables(..., "velocity")` - RMSprop's name for its mean of squares.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class TF1Momentum(keras.optimizers.SGD):
-    r"""SGD with TensorFlow 1's momentum: the rate multiplies the momentum instead of being part of it.
+    r"""SGD with TensorFlow 1's momentum: the learning rate multiplies the momentum, instead of being part of it.
 
     With gradient $g$, $\mu$ = `momentum` and the rate $\lambda$: $m \leftarrow \mu m + g$ and
-    $w \leftarrow w - \lambda m$, or with `nesterov` $w \leftarrow w - \lambda (g + \mu m)$. `keras.optimizers.SGD`
-    keeps $\mu m + \lambda g$ instead, with the same updates as long as the rate is constant.
+    $w \leftarrow w - \lambda m$, or with `nesterov` $w \leftarrow w - \lambda (g + \mu m)$. In
+    `keras.optimizers.SGD`, $m$ contains the rate ($\mu m + \lambda g$). With a constant rate, the updates are the same.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 0.01.
@@ -69,7 +69,7 @@ class TF1Momentum(keras.optimizers.SGD):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class TF1RMSProp(keras.optimizers.RMSprop):
-    r"""RMSProp of TensorFlow 1: the mean of squares starts at 1, which keeps the first updates small.
+    r"""RMSProp of TensorFlow 1: the mean of squares starts at 1, so the first updates are small.
 
     With gradient $g$, $\rho$ = `rho`, $\mu$ = `momentum`, $\epsilon$ = `epsilon` and the rate $\lambda$:
     $v \leftarrow \rho v + (1 - \rho) g^2$ with $v_0 = 1$, then
@@ -115,7 +115,7 @@ class TF1RMSProp(keras.optimizers.RMSprop):
 
 
 class _Row(NamedTuple):
-    """An optimizer name of TensorFlow 1."""
+    """An optimizer that `build_optimizer` creates by its name in TensorFlow 1."""
 
     keras_class: Any
 
@@ -123,10 +123,10 @@ class _Row(NamedTuple):
     """The class with TensorFlow 1's update rule."""
 
     tf1_defaults: dict[str, Any]
-    """Defaults of TensorFlow 1 that differ from Keras'."""
+    """The defaults of TensorFlow 1 that differ from those of Keras."""
 
     required: tuple[str, ...] = ()
-    """Parameters without a default in TensorFlow 1."""
+    """The parameters that have no default in TensorFlow 1."""
 
 
 _ROWS = {
@@ -139,7 +139,7 @@ _ROWS = {
     "RMSProp": _Row(keras.optimizers.RMSprop, TF1RMSProp, {}),
     "SGD": _Row(keras.optimizers.SGD, keras.optimizers.SGD, {}),
 }
-# Keras' names of TensorFlow 1's parameters.
+# For each optimizer, TensorFlow 1's names of parameters and Keras' names for them.
 _RENAMED = {
     "Adam": {"beta1": "beta_1", "beta2": "beta_2"},
     "AdamW": {"beta1": "beta_1", "beta2": "beta_2"},
@@ -219,13 +219,13 @@ def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:
         )
     kind = row.tf1_class if tf1_defaults else row.keras_class
     if tf1_defaults:
-        arguments.pop("use_locking", None)  # had no effect on results
+        arguments.pop("use_locking", None)  # it does not affect results
         arguments = {**row.tf1_defaults, **arguments}
     return _of_class(kind, arguments)
 
 
 def _of_class(kind: Any, arguments: dict[str, Any]) -> Any:
-    # Keras' error for an unknown argument does not list the valid ones.
+    # Check arguments here, because Keras' error for an unknown argument does not list the valid ones.
     known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters} - {"self"}
     unknown = [name for name in arguments if name not in known]
     if unknown and kind.__module__.startswith(("keras.", "keras_shardopt.")):

@@ -1,4 +1,4 @@
-"""Tower and replicate: one update from the gradients of several towers. Each tower runs on a chunk of the batch.
+"""`Tower` and `replicate`: each tower computes gradients for a chunk of the batch; one update uses all of them.
 
 Private names of Keras touched here (test_tower.py holds it):
     `keras.src.backend.common.global_state` - global attributes that `keras.utils.clear_session` clears.
@@ -27,7 +27,7 @@ _on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.tow
 
 _USED = "keras_shardopt_tower_has_been_used"
 
-# Names of `tf.losses.Reduction`.
+# Values of `loss_reduction`, with the names in `tf.losses.Reduction` of TensorFlow 1.
 _SUMS = ("sum", "weighted_sum")
 _MEANS = (
     "mean",
@@ -39,20 +39,20 @@ _MEANS = (
 
 
 class _Replication:
-    """State of one call of a replicated step."""
+    """The state of one call of a step that `replicate` has made."""
 
     def __init__(self, num_towers: int, factor: float) -> None:
         self.num_towers = num_towers
         self.factor = factor
         self.tower = 0
         self.tower_was_used = False
-        # By `id` of the optimizer.
+        # The keys of these dicts are the `id` of an optimizer.
         self._calls: dict[int, list[_Call]] = {}
         self._names: dict[int, str] = {}
         self._num_calls: dict[int, list[int]] = {}  # one count per tower
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
-        """Add a tower's gradients to the optimizer's n-th call. In the last tower, return this call."""
+        """Add the gradients of a tower to the n-th call of the optimizer. In the last tower, return this `_Call`."""
         key = id(optimizer)
         self._names[key] = optimizer.name
         calls, counts = self._calls.setdefault(key, []), self._num_calls.setdefault(key, [0] * self.num_towers)
@@ -65,11 +65,11 @@ class _Replication:
         calls[position].add(grads, variables, optimizer._var_key, self.factor)
         if self.tower < self.num_towers - 1:
             return None
-        call, calls[position] = calls[position], _Call()  # frees the gradients
+        call, calls[position] = calls[position], _Call()  # to free the gradients
         return call
 
     def end_tower(self) -> None:
-        """Raise ValueError unless the tower made the same number of calls as the first."""
+        """Raise ValueError unless this tower called each optimizer as often as the first tower did."""
         if not self._num_calls:
             raise ValueError(
                 "The step of `replicate` must update with a `Tower` optimizer. Received: a step that called none in "
@@ -91,7 +91,7 @@ class _Replication:
 
 
 class _Call:
-    """Running sums of all towers' gradients for one call of an optimizer."""
+    """Sums over towers of the gradients for one call of an optimizer."""
 
     def __init__(self) -> None:
         self._variables: dict[Any, Variable] = {}
@@ -114,7 +114,7 @@ class _Call:
             if overwrites_variable(variable):
                 self._sums[key] = ops.copy(grad) if before is None else ops.maximum(before, grad)
                 continue
-            # Always a copy: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
+            # Copy, because PyTorch adds the next tower's gradient to the same tensor, or sets it to zero.
             scaled = map_values(ops.copy if factor == 1 else lambda value: value * factor, grad)
             self._sums[key] = scaled if before is None else add(before, scaled, variable)
 
@@ -127,7 +127,7 @@ class _Call:
         return list(self._sums.values())
 
 
-_running = threading.local()  # TensorFlow's strategies run each replica's step in its own thread
+_running = threading.local()  # TensorFlow runs each replica's step in a thread
 
 
 def _replication() -> _Replication | None:
@@ -138,19 +138,19 @@ def _replication() -> _Replication | None:
 class Tower(OptimizerWrapper):
     r"""Accumulates the gradients of all towers of a step, and updates in the last tower.
 
-    With $g_k$ the gradient of tower $k$ of $K$, the inner optimizer receives, in the last tower,
+    If $g_k$ is the gradient of tower $k$ of $K$, the inner optimizer gets, in the last tower,
 
     $\sum_k g_k$ (`loss_reduction="sum"`) or $\frac{1}{K} \sum_k g_k$ (otherwise).
 
     In the other towers, weights and `iterations` do not change. A missing gradient counts as 0. A variable without a
     gradient in all towers gets None. Sparse gradients (`tf.IndexedSlices`) are concatenated, and become dense only if
-    another tower's is dense. For variables with `overwrite_with_gradient` (scales of float8 training), the largest
-    value is used, as over replicas.
+    another tower's is dense. For variables with `overwrite_with_gradient` (scales of float8 training), the
+    largest value over towers is used.
 
     Outside `replicate`, and with one tower, each call updates directly.
 
     `Tower` is the outermost wrapper: `Tower(CrossShard(inner))` reduces once, for the sum over the towers. A step may
-    use several `Tower` optimizers, or call one repeatedly. The n-th calls of an optimizer in all towers make an update.
+    use several `Tower` optimizers, or call one repeatedly. The n-th calls of an optimizer in all towers are one update.
 
     Args:
         optimizer_or_optimizer_fn: a `keras.optimizers.Optimizer`, its name or config, or a function without arguments
@@ -189,7 +189,7 @@ class Tower(OptimizerWrapper):
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
-        """The wrapped optimizer. Calls the function that makes it, if not done yet."""
+        """The wrapped optimizer. The first access calls the function that creates it."""
         _mark_used()
         if self._factory is not None:
             made = get_optimizer(self._factory(), "Tower", "optimizer_or_optimizer_fn")
@@ -197,13 +197,13 @@ class Tower(OptimizerWrapper):
         return self._inner[0]
 
     def __repr__(self) -> str:
-        # `repr` neither creates the optimizer nor counts for `has_been_used`.
+        # Read `_inner`, so `repr` does not create the optimizer, and does not count as a use for `has_been_used`.
         factory = self._factory
         inside = shown(self._inner[0]) if factory is None else repr(factory)
         return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Update. Inside `replicate`, collect gradients until the last tower."""
+        """Update. Inside `replicate`, collect the gradients of towers, and update in the last one."""
         replication = _replication()
         if replication is None:
             self._collects = False
@@ -216,7 +216,7 @@ class Tower(OptimizerWrapper):
             super().update_inner(call.grads, call.variables)
 
     def _on_outer_loss_scaling(self) -> None:
-        # An error only inside `replicate`: updates outside are still correct.
+        # Raise no error here, because updates outside `replicate` are still correct. Inside, they raise one.
         self._is_in_loss_scaling = True
         super()._on_outer_loss_scaling()
 
@@ -289,8 +289,8 @@ def replicate(
 
     Returns:
         A function with the arguments of `step`. It returns the last tower's outputs. (Metrics of Keras' `train_step`
-        are then complete, because they accumulate over towers.) A float scalar output counts as the loss, and is
-        summed or averaged over towers.
+        are then complete, because they accumulate over towers.) If the output is a float scalar, it counts as the
+        loss, and is summed or averaged over towers.
 
     Raises:
         TypeError: if `step` is not callable or `num_towers` is not an int. When the step runs: if it is called with two
@@ -399,7 +399,7 @@ _REMEDY = "Choose another batch size, and drop a smaller last batch."
 
 @contextlib.contextmanager
 def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
-    """Yield the chunk of each tower. Towers must run inside this context."""
+    """Yield a list of the chunks of all towers. Towers must run inside this context."""
     leaves = tree.flatten(batch)
     with_rows = [leaf for leaf in leaves if _has_rows(leaf)]
     if not with_rows:

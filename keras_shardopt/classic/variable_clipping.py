@@ -26,9 +26,9 @@ class VariableClipping(OptimizerWrapper):
     the other dims. Slices within the limit do not change.
 
     - Variables without a gradient are not clipped. With a sparse gradient (`tf.IndexedSlices`, from an `Embedding` on
-      TensorFlow), only its rows are clipped; all rows are if $D$ contains dim 0.
+      TensorFlow), only the rows in the gradient are clipped; if $D$ contains dim 0, all rows are.
     - With `gradient_accumulation_steps` of the inner optimizer, every call clips, as Keras' constraints do. A call
-      also clips if an inner optimizer skips the update. It does not if an outer optimizer skips it.
+      also clips if an inner optimizer skips the update, but not if an outer optimizer skips it.
     - With `use_ema` of the inner optimizer, averages use the weights before clipping, so they may exceed `max_norm`.
       Averages that `ema_overwrite_frequency` writes into the variables are clipped in the same call.
     - Nested `VariableClipping` optimizers clip from the innermost to the outermost.
@@ -85,7 +85,7 @@ class VariableClipping(OptimizerWrapper):
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
-        """Dims by path or expression. A key that is a variable becomes its path."""
+        """The dims to clip, by path or expression. For a key that is a variable, its path."""
         return {_path(key): list(dims) for key, dims in self._keys}
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -103,14 +103,14 @@ class VariableClipping(OptimizerWrapper):
             if dims is None or grad is None:
                 continue
             if is_sparse(grad) and 0 not in dims:
-                # A repeated row is assigned repeatedly, with the same values.
+                # If an index is repeated, its row is assigned several times, with the same values.
                 rows = _clipped(ops.take(variable, grad.indices, axis=0), dims, self.max_norm)
                 self.assign(variable, type(grad)(rows, grad.indices, grad.dense_shape))
             else:
                 self.assign(variable, _clipped(ops.convert_to_tensor(variable), dims, self.max_norm))
 
     def _resolved(self, variables: Sequence[Variable]) -> dict[Any, tuple[int, ...]]:
-        """Return the nonnegative dims of each variable to clip, by `_var_key`."""
+        """Return the dims of each variable to clip, as nonnegative ints, by Keras' `_var_key` of the variable."""
         paths = [_path(variable) for variable in variables]
         expressions = [pair for pair in self._keys if isinstance(pair[0], str) and pair[0] not in paths]
         found: dict[Any, tuple[int, ...]] = {}
@@ -143,7 +143,7 @@ class VariableClipping(OptimizerWrapper):
         return found
 
     def _named(self, key: Any, variables: Sequence[Variable], paths: Sequence[str]) -> Variable:
-        """Return the variable with this path, or the key if it is a trainable variable."""
+        """Return the variable with the path `key`. If `key` is a trainable variable, return it."""
         if isinstance(key, str):
             matching = [variable for variable, path in zip(variables, paths) if path == key]
         else:
@@ -160,7 +160,7 @@ class VariableClipping(OptimizerWrapper):
 
 def _clipped(value: Tensor, dims: tuple[int, ...], max_norm: float) -> Tensor:
     wide = in_float32(value)
-    # Frameworks disagree on a sum over no axes.
+    # `ops.abs` without dims, because frameworks differ in a sum over no axes.
     norm = ops.sqrt(ops.sum(ops.square(wide), axis=dims, keepdims=True)) if dims else ops.abs(wide)
     return ops.cast(wide * factor_within(norm, max_norm), dtype_of(value))
 

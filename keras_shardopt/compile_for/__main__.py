@@ -15,7 +15,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.compile_for import report, targets
 
-# By backend, the module that exports and compiles the step.
+# For each backend, the module that exports and compiles the step.
 _COMPILERS = {"jax": "keras_shardopt.compile_for.jax.step"}
 
 _EPILOG = """examples:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         wanted = [targets.parse(name) for name in names]
         if not given.program:
-            raise ValueError("A program must follow the target. Received: none.")
+            raise ValueError("A program is missing after the target. Use for example `h100:8 train.py`.")
         if given.plot and (len(wanted) < 2 or importlib.util.find_spec("matplotlib") is None):
             raise ValueError(
                 "`--plot` needs several targets and matplotlib. Received: "
@@ -86,14 +86,14 @@ def _running(program: Sequence[str]) -> Callable[[], Any]:
                 raise ValueError(
                     f"{program[0]} ended before its first step. Received: exit status {end.code}."
                 ) from end
-        except ValueError as error:  # a RuntimeError, because `main` prints ValueError without its traceback
+        except ValueError as error:  # `main` would hide the traceback of a ValueError
             raise RuntimeError(f"{program[0]} failed before its first step.") from error
 
     return run
 
 
 def _in_a_process(name: str, program: Sequence[str]) -> dict[str, Any]:
-    """Returns the figures for one target. In a new process, because the number of devices is fixed per process."""
+    """Returns the figures for one target, from a new process, because the number of devices is fixed per process."""
     command = [sys.executable, "-m", "keras_shardopt.compile_for", "--json", name, *program]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Finds the collectives in the text of a compiled XLA program: kind, number, bytes, and branches."""
+"""Finds the collectives in the text of a compiled XLA program (HLO), with their kind, bytes and branches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction.
+    """One collective instruction of a program.
 
     Args:
         kind: HLO's name of the operation, such as "all-reduce".
         dtypes: the dtypes of its tensors.
         num_bytes: bytes of the whole tensor: the input of an all-reduce or reduce-scatter, the output of an all-gather.
         group_size: number of devices that communicate.
-        in_branch: whether it runs only under a condition.
+        in_branch: whether it is in a branch of a conditional, so it does not run in each step.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each device sends at least, by the lower bound for a ring."""
+        """The bytes that each device sends if the collective runs in a ring."""
         share = (self.group_size - 1) / self.group_size
         if self.kind == "all-reduce":
             return 2 * share * self.num_bytes
@@ -44,7 +44,7 @@ class Collective:
 
 
 def collectives(text: str, num_devices: int) -> list[Collective]:
-    """Returns the collectives in the text of an optimized HLO module. Without groups, they have `num_devices`."""
+    """Returns the collectives in the text of an optimized HLO module. One without groups has all `num_devices`."""
     bodies, entry = _computations(text)
     found: list[Collective] = []
     chains: set[tuple[str, str]] = set()
@@ -54,13 +54,13 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             kind = match and next((k for k in _KINDS if match[2] in (k, f"{k}-start")), None)
             if not match or kind is None:
                 continue
-            # The TPU compiler repeats one collective in each fusion that overlaps with a part of it.
+            # The TPU compiler repeats a collective in each fusion that overlaps with it, so count each chain once.
             chain = re.search(r'chain_id="\d+"', line)
             if chain and (kind, chain[0]) in chains:
                 continue
             chains.add((kind, chain[0] if chain else ""))
             shapes = [(dtype, _size(dtype, dims)) for dtype, dims in _SHAPE.findall(match[1])]
-            if match[2].endswith("-start") and kind != "all-reduce":  # operands, then results
+            if match[2].endswith("-start") and kind != "all-reduce":  # it lists operands, then results
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
             # The TPU compiler represents a reduce-scatter as a fusion of this name, around an all-reduce.
@@ -86,7 +86,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _reached(bodies: dict[str, list[str]], entry: str) -> Iterator[tuple[str, bool]]:
-    """Yields each computation that runs, and whether it runs only in a branch."""
+    """Yields the name of each computation that the entry can reach, and whether it runs only in a branch."""
     seen: set[tuple[str, bool]] = set()
     waiting = [(entry, False)]
     while waiting:

@@ -18,33 +18,33 @@ class Compiled:
     target: Target
     collectives: list[Collective]
     weights: int
-    """Bytes of the full trainable weights, before sharding."""
+    """Bytes of all trainable weights, not divided among devices."""
     arguments: int
     output: int
     aliased: int
-    """Bytes of the output that reuse the memory of arguments."""
+    """Bytes of outputs that are written to the memory of arguments."""
     temporary: int
     flops: float
     bytes_accessed: float | None
-    """None if the compiler does not report it."""
+    """Bytes that the step reads and writes in device memory. None if the compiler does not report them."""
     seconds: float
-    """Compile time."""
+    """Seconds that the compilation took."""
     text: str
-    """The optimized program."""
+    """The text of the optimized program (HLO)."""
 
     @property
     def peak(self) -> int:
-        """Bytes of memory that the step needs."""
+        """Bytes of device memory that the step needs."""
         return self.arguments + self.output - self.aliased + self.temporary
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step, by the lower bound for a ring."""
+        """The bytes that each device sends in a step if collectives run in a ring."""
         return sum(collective.sent_bytes for collective in self.collectives)
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Minimum seconds of a step, by resource."""
+        """The least time of a step in seconds, per resource (compute, memory, links)."""
         device = self.target.device
         return {
             "compute": self.flops / device.flops,
@@ -53,7 +53,7 @@ class Compiled:
         }
 
     def predicted(self, kind: str) -> float:
-        """Seconds of communication in the alpha-beta model, for a "ring" or a "tree" algorithm.
+        """Seconds of communication for a "ring" or a "tree" algorithm, by the alpha-beta model.
 
         With N devices, latency a, bandwidth B and S bytes, an all-reduce takes 2(N-1)a + 2(N-1)/N * S/B in a ring and
         2*log2(N)*a + 2*S/B in a tree. Other collectives take half. (Thakur, Rabenseifner, Gropp, "Optimization of
@@ -70,7 +70,7 @@ class Compiled:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all figures, for JSON."""
+        """Returns all figures as a JSON-serializable dict."""
         return {
             "target": self.target.name,
             "num_devices": self.target.num_devices,
@@ -156,8 +156,8 @@ def scale_table(everything: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(everything: Sequence[dict[str, Any]], file: str) -> None:
-    """Plots the time of communication and of compute by number of devices, from `Compiled.as_dict`."""
-    from matplotlib.figure import Figure  # optional, and slow to import
+    """Plots the times of communication and compute over the number of devices, from `Compiled.as_dict`."""
+    from matplotlib.figure import Figure  # optional, slow to import
 
     each_row = sorted(everything, key=lambda each: each["num_devices"])
     numbers = [each["num_devices"] for each in each_row]

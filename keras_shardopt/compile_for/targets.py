@@ -29,13 +29,13 @@ class Device:
     """Bytes of device memory."""
 
     memory_bandwidth: float
-    """Bytes per second."""
+    """Bytes per second that the device reads or writes in its memory."""
 
     link_bandwidth: float
     """Bytes per second that one device can send to its neighbors."""
 
     network_bandwidth: float | None = None
-    """Bytes per second between machines of 8 GPUs; None if the links reach all devices."""
+    """Bytes per second between machines of 8 GPUs. None if links connect all devices."""
 
     latency: float = 1e-6
     """Seconds per message, an assumption of the alpha-beta model."""
@@ -102,7 +102,7 @@ class Target:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that one device sends in a collective of all devices."""
+        """The bytes per second that one device can send in a collective of all devices."""
         slow = self.device.network_bandwidth
         return slow if slow is not None and self.num_devices > 8 else self.device.link_bandwidth
 

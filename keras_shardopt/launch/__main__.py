@@ -11,7 +11,7 @@ from keras_shardopt.backends import for_backend, jobs
 from keras_shardopt.launch.job import Job, JobError
 from keras_shardopt.launch.supervisor import Stopped
 
-# By backend, the module that starts processes.
+# For each backend, the module that starts processes.
 _STARTERS = {name: f"keras_shardopt.launch.{name}" for name in ("tensorflow", "jax", "torch")}
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _job(given: argparse.Namespace) -> tuple[int, Job]:
-    """Returns the minimum number of processes, and the first job."""
+    """Returns the least number of processes that a restart can use, and the job of the first start."""
     least, _, most = given.nproc.rpartition(":")
     if not all(number.isdecimal() for number in (least or most, most)) or int(least or most) > int(most):
         raise JobError(f"`--nproc` must be a number, or a minimum and a maximum as in 2:3. Received: {given.nproc!r}.")
@@ -75,7 +75,7 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False,  # for the program's own arguments
+        allow_abbrev=False,  # leave the program's arguments alone
         prog="python -m keras_shardopt.launch",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_DESCRIPTION,

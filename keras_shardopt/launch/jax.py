@@ -1,4 +1,4 @@
-"""JAX processes: process 0 has the coordinator; `data_parallel` and `keras.distribution` read its address."""
+"""JAX processes: process 0 serves JAX's coordinator, and `data_parallel` connects to its address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_shardopt.launch.supervisor import supervise
 def start(job: Job) -> int:
     """Runs this machine's processes of the job. Returns the exit status."""
     found = environments(job)
-    # JAX's message on an abort names at most the missing task, not the cause.
+    # Explain aborts, because JAX's message names at most the missing task, not the cause.
     coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
     advice = f" JAX aborts if process 0 ({coordinator}) does not answer or another is missing." if coordinator else ""
     return supervise(job, found, advice)

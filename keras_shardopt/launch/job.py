@@ -19,36 +19,36 @@ class JobError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """This machine's processes of a program."""
+    """A program, and the processes in which this machine runs it."""
 
     program: Sequence[str]
-    """The script and its arguments; or "-m", a module and its arguments."""
+    """The script and its arguments. For a module: "-m", its name and its arguments."""
 
     nproc: int
-    """Number of processes per machine."""
+    """The number of processes per machine."""
 
     devices_per_process: int | None = None
     nnodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None
-    """Host and port of machine 0, for the connection between all processes."""
+    """The host and port on machine 0 that all processes connect to."""
 
     hosts: Sequence[str] = ()
     """The addresses of all machines, ordered by `node_rank`."""
 
     @property
     def num_processes(self) -> int:
-        """Number of processes on all machines."""
+        """The number of processes on all machines together."""
         return self.nnodes * self.nproc
 
     @property
     def ranks(self) -> range:
-        """The numbers of the processes that this machine starts."""
+        """The ranks (numbers within the job) of the processes that this machine starts."""
         return range(self.node_rank * self.nproc, (self.node_rank + 1) * self.nproc)
 
     @property
     def command(self) -> list[str]:
-        """The command of each process."""
+        """The command line of a process. It is the same for all."""
         return [sys.executable, "-u", *self.program]
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class Job:
 
 
 def free_ports(number: int) -> list[int]:
-    """Returns free ports, outside the range that the system assigns to other connections."""
+    """Returns free ports outside the range that the system uses for other connections."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
         with socket.socket() as probe:
@@ -90,11 +90,11 @@ def free_ports(number: int) -> list[int]:
 
 
 def visible_gpus(job: Job) -> list[str | None]:
-    """Returns CUDA_VISIBLE_DEVICES for each process of this machine; None: unchanged."""
+    """Returns the value of CUDA_VISIBLE_DEVICES for each process of this machine. None: do not change it."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     files = sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))
     all_gpus = [str(number) for number in files]
-    if given is not None:  # CUDA ignores the rest of the list from the first invalid entry on, such as -1
+    if given is not None:  # CUDA ignores the list from its first invalid entry
         all_gpus = list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc

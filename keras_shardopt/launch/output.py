@@ -1,4 +1,4 @@
-"""Output of a job's processes: prefixes, progress bars, and the exception that ended a process."""
+"""Copies the output of a job's processes with a prefix, and finds the exception that ended a process."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from typing import IO
 class Output:
     """Copies the output of processes to the streams of this process, with a prefix on each line.
 
-    A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process moves. In a
-    file, and for other processes, only the final line is printed.
+    A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process also moves.
+    In a file, and for other processes, only the final line of a bar is printed.
     """
 
     def __init__(self, first: int) -> None:
         self._first = first
         self._lock = threading.Lock()
         self._terminal = next((out for out in (sys.stdout, sys.stderr) if out.isatty()), sys.stdout)
-        self._bar = ""  # the last line of the terminal
+        self._bar = ""  # the bar now shown in the terminal's last line
         self._readers: list[threading.Thread] = []
         self.raised: dict[int, tuple[float, str]] = {}
-        """By process, the time and the last line of its last traceback."""
+        """For each process that has printed a traceback: the time and the last line of the last one."""
 
     def copy(self, process: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
-        """Begins to copy the output of a process."""
+        """Starts threads that copy the output of a process."""
         for stream, out in ((stdout, sys.stdout), (stderr, sys.stderr)):
             reader = threading.Thread(target=self._copy, args=(process, stream, out), daemon=True)
             reader.start()
             self._readers.append(reader)
 
     def say(self, words: str) -> None:
-        """Prints a line of the launcher."""
+        """Prints a line from the launcher, not from a process."""
         self._write([f"keras_shardopt.launch: {words}"], sys.stderr)
 
     def join(self) -> None:
-        """Waits for the remaining output, but not for orphaned grandchild processes that keep a stream open."""
+        """Waits for the remaining output, but only briefly: orphans of an ended process can keep its stream open."""
         for reader in self._readers:
             reader.join(1.0)
 
@@ -58,7 +58,7 @@ class Output:
                     if (error := tracebacks.error_of(line)) is not None:
                         self.raised[process] = time.monotonic(), error
                 bar = ""
-                if "\r" in rest:  # discards text before the last carriage return
+                if "\r" in rest:  # keep only the text after the last \r
                     bar = prefix + _shown(rest)
                     rest = "\r" + _shown(rest)
                 self._write([prefix + _shown(line) for line in lines], out, bar, shows_bars)
@@ -68,12 +68,12 @@ class Output:
         with self._lock, contextlib.suppress(OSError, ValueError):
             before, self._bar = self._bar, bar if shows_bars else self._bar
             if before and (lines or self._bar != before):
-                self._terminal.write("\r\x1b[K")  # clears the line
+                self._terminal.write("\r\x1b[K")  # clear the bar's line
                 self._terminal.flush()
             out.write("".join(f"{line}\n" for line in lines))
             out.flush()
             if self._bar and (lines or self._bar != before):
-                self._terminal.write(f"\x1b[?7l{self._bar}\x1b[?7h")  # no line wrap: \r clears only one line
+                self._terminal.write(f"\x1b[?7l{self._bar}\x1b[?7h")  # without line wrap: \r clears only one line
                 self._terminal.flush()
 
 
@@ -84,7 +84,7 @@ def _shown(line: str) -> str:
 
 
 _RANK = re.compile(r"^\[rank\d+\]: ")
-"""PyTorch's prefix of each line of a traceback."""
+"""The prefix that PyTorch adds to each line of a traceback."""
 
 
 class _Tracebacks:
@@ -97,7 +97,7 @@ class _Tracebacks:
     def error_of(self, line: str) -> str | None:
         """Returns the line if it ends a traceback; otherwise None."""
         line = _RANK.sub("", line.rstrip("\r"))
-        found = self._is_inside and line[:1].isidentifier()  # carets may come without their indentation
+        found = self._is_inside and line[:1].isidentifier()  # lines of carets can lack their indentation
         if line == "Traceback (most recent call last):":
             # Tracebacks of threads and of `__del__` do not end the process.
             self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))

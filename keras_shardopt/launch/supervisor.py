@@ -14,13 +14,13 @@ from keras_shardopt.launch.job import Job
 from keras_shardopt.launch.output import Output
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that users, schedulers and terminals send to end a program. Processes do not receive a terminal's."""
+"""Signals that end a program. The launcher forwards them, because a terminal sends them only to the launcher."""
 
 _SECONDS_TO_FAIL = 5.0
-"""Time for other processes to report the failure of one before SIGTERM, and again before SIGKILL."""
+"""If one process fails, the others get this time to report it before SIGTERM, and again before SIGKILL."""
 
 _SECONDS_TO_END = 15.0
-"""Time for a process to end after a forwarded signal, before it is killed."""
+"""After a forwarded signal, a process gets this time to end before it is killed."""
 
 
 class Stopped(Exception):
@@ -50,7 +50,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in zip(job.ranks, environments):
-                # In a separate session: Ctrl-C in a terminal reaches only this process, and it forwards it once.
+                # Use a separate session, so Ctrl-C in a terminal reaches only the launcher, which forwards it once.
                 process = subprocess.Popen(
                     job.command,
                     env={**os.environ, **environment},
@@ -81,13 +81,13 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
 def _wait(
     job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output
 ) -> int | None:
-    """Waits until all processes end; ends them if one fails. Returns the index of the first that failed, or None."""
+    """Waits until all processes end, and ends them if one fails. Returns the index of the failed one, or None."""
     failed: int | None = None
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
     while True:
         statuses = [process.poll() for process in processes]
         if failed is None and not received:
-            # If several ended since the last poll, the first that raised an error.
+            # If several failed since the last poll, the first is the one with the earliest traceback.
             ended = [i for i, status in enumerate(statuses) if status]
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
@@ -113,7 +113,7 @@ def _ending(returncode: int, raised: tuple[float, str] | None) -> tuple[str, int
     if returncode < 0:
         name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
         return f"was ended by {name}", 128 - returncode
-    if raised is not None and returncode == 1:  # Python's status after an uncaught error
+    if raised is not None and returncode == 1:  # Python's exit status after an uncaught error
         return f"raised {raised[1][:_MOST_LETTERS].rstrip('.')}", returncode
     return "failed", returncode
 
@@ -123,7 +123,7 @@ _MOST_LETTERS = 300
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """Collects signals that would end this program in a list during the block; not ignored ones, as with nohup."""
+    """Collects the signals that would end this program in a list. Ignored ones (as with nohup) stay ignored."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:

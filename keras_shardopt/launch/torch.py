@@ -1,4 +1,4 @@
-"""PyTorch ranks: sets the variables of torchrun, and serves the store that connects the ranks."""
+"""PyTorch ranks: sets torchrun's environment variables, and serves the store (`TCPStore`) that connects ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def start(job: Job) -> int:
     if job.node_rank > 0:
         return supervise(job, environments(job, host, int(port)))
     try:
-        # The launcher serves it, because ranks must be able to report a missing rank 0.
+        # The launcher serves the store, so ranks can use it to report that rank 0 is missing.
         store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         raise JobError(
@@ -37,7 +37,7 @@ def environments(job: Job, host: str, port: int) -> list[dict[str, str]]:
         "KERAS_BACKEND": "torch",
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not serve a store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so rank 0 does not serve a store
         "WORLD_SIZE": str(job.num_processes),
         "LOCAL_WORLD_SIZE": str(job.nproc),
     }

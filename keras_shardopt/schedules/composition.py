@@ -1,7 +1,7 @@
 """Schedules that combine or transform other schedules.
 
-Each accepts a number as a fixed rate, and a config as the schedule that it describes. A schedule of Keras inside may
-accept only a scalar step, and computes with its own precision.
+Their argument `schedule` can also be a number (a fixed rate), or the config of a schedule. With a schedule of Keras
+inside, perhaps only scalar steps are accepted, and the precision is that of Keras' schedule.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Warmup(Schedule):
 
     $$(a + (1 - a) \min(s / w,\ 1)) \cdot f(\max(s - w,\ 0)).$$
 
-    It rises to $f(0)$, the rate at step $w$, and the schedule begins there. With `delay_schedule=False` the schedule
-    runs from step 0 and the warm-up multiplies it: the last factor is $f(s)$.
+    The rate rises to $f(0)$ at step $w$, and the schedule begins there. With `delay_schedule=False`, the schedule runs
+    from step 0, so the last factor is $f(s)$.
 
     Args:
         schedule: any Keras schedule, a number for a fixed rate, or a config.
@@ -50,8 +50,8 @@ class Warmup(Schedule):
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
     References:
-        With `delay_schedule=False` it is `warmup_steps` of OpenSeq2Seq's `poly_decay` and `cosine_decay`, except that
-        `min_lr` is also warmed up here.
+        With `delay_schedule=False` it corresponds to `warmup_steps` of OpenSeq2Seq's `poly_decay` and `cosine_decay`,
+        except that `min_lr` is also warmed up here.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Join(Schedule):
     r"""Runs schedules one after the other; each counts steps from its own start.
 
     With schedules $f_0 \dots f_n$, boundaries $b_1 \le \dots \le b_n$ and $b_0 = 0$, the rate at step $s$ is
-    $f_k(s - b_k)$. Here $k$ is the number of boundaries at or below $s$, so a schedule has its step 0 AT its boundary.
-    (`PiecewiseConstant` changes one step after it.)
+    $f_k(s - b_k)$. Here $k$ is the number of boundaries at or below $s$, so step 0 of a schedule is AT its boundary.
+    (`PiecewiseConstant` changes its rate one step after the boundary.)
 
     Args:
         schedules: list of schedules: any Keras schedule, a number for a fixed rate, or a config.
@@ -111,7 +111,7 @@ class Join(Schedule):
         """Returns the rate of the schedule at this step."""
         rate = _rate(self.schedules[0], steps)
         for schedule, boundary in zip(self.schedules[1:], self.boundaries):
-            # A boundary of 0 is always passed; unsigned integers cannot be compared with -1.
+            # A boundary of 0 is always passed. Comparing unsigned integers with -1 would fail.
             later = _rate(schedule, steps.since(boundary))
             rate = later if boundary == 0 else ops.where(steps.exceeds(boundary - 1), later, rate)
         return rate
@@ -122,8 +122,8 @@ class ScaledByReplicas(Schedule):
     r"""Scales a schedule tuned for one replica to the larger global batch of several, with an optional warm-up.
 
     With the schedule $f$, $w$ = `warmup_steps`, and $k$ = `num_replicas` (`rule="linear"`) or its square root
-    (`rule="sqrt"`), the rate at step $s$ is $(1 + (k - 1) \min(s / w,\ 1)) \cdot f(s)$. It rises from the rate of
-    one replica to $k$ times that rate, while the schedule runs.
+    (`rule="sqrt"`), the rate at step $s$ is $(1 + (k - 1) \min(s / w,\ 1)) \cdot f(s)$. The factor of
+    $f(s)$ rises from 1 to $k$ during the warm-up.
 
     The linear rule suits SGD. The square root suits adaptive optimizers such as Adam, because their updates do not
     grow with the gradient. Both require `CrossShard(reduction="mean")` and a global batch proportional to
@@ -171,9 +171,9 @@ class ScaledByReplicas(Schedule):
 class PerUpdate(Schedule):
     r"""Makes a schedule count updates, not micro-batches, in a Keras optimizer that accumulates gradients.
 
-    With `gradient_accumulation_steps` $= k$, Keras passes the number of micro-batches to a schedule, so it runs $k$
-    times too fast. With the schedule $f$, the rate at micro-batch $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens
-    in micro-batch $n k + k - 1$, with the rate $f(n)$.
+    With `gradient_accumulation_steps` $= k$, Keras passes the number of micro-batches to a schedule, so the schedule
+    runs $k$ times too fast. With the schedule $f$, the rate at micro-batch $s$ is $f(\lfloor s / k \rfloor)$: update
+    $n$ happens in micro-batch $n k + k - 1$, with the rate $f(n)$.
 
     Args:
         schedule: any Keras schedule, a number for a fixed rate, or a config.
@@ -201,7 +201,7 @@ class PerUpdate(Schedule):
         self.gradient_accumulation_steps = check.count("gradient_accumulation_steps", gradient_accumulation_steps, 1)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate of the schedule at the number of complete windows."""
+        """Returns the rate of the schedule at the number of updates made before this micro-batch."""
         return _rate(self.schedule, steps.periods(self.gradient_accumulation_steps)[0])
 
 

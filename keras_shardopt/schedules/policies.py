@@ -1,6 +1,6 @@
 """OpenSeq2Seq's learning-rate policies as Keras schedules.
 
-In all formulas the step stays an integer until it is divided: see `step_count`.
+All formulas keep the step an integer until it is divided, because float32 rounds large steps: see `step_count`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FixedLR(Policy):
         0.25
 
     References:
-        OpenSeq2Seq, `lr_policies.fixed_lr`. It returned its argument; a schedule returns a tensor.
+        OpenSeq2Seq, `lr_policies.fixed_lr`. It returned its argument. This schedule returns a tensor.
     """
 
     def __init__(self, learning_rate: float) -> None:
@@ -64,8 +64,8 @@ class PiecewiseConstant(Policy):
         boundaries: list of int >= 0 that do not decrease. The last step of each piece except the last piece, in
             optimizer updates, or in epochs with `steps_per_epoch`.
         decay_rates: list of float >= 0, one per boundary. The multiplier after it.
-        steps_per_epoch: int >= 0 or None (default). Updates per epoch, a factor of all boundaries. With 0, all
-            boundaries are 0, as in the original.
+        steps_per_epoch: int >= 0 or None (default). Updates per epoch, by which all boundaries are
+            multiplied. With 0, all boundaries are 0, as in OpenSeq2Seq.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
@@ -120,24 +120,24 @@ class PiecewiseConstant(Policy):
 class ExpDecay(Policy):
     r"""Exponential decay, continuous or in steps, down to a minimum.
 
-    With rate $r$ = `learning_rate`, factor $q$ = `decay_rate` and $p = \max(s - b, 0) / d$, the time since
-    $b$ = `begin_decay_at` in units of $d$ = `decay_steps`, the rate at step $s$ is $\max(r\,q^p,\ \text{min\_lr})$.
+    With rate $r$ = `learning_rate`, factor $q$ = `decay_rate` begin $b$ = `begin_decay_at` and length $d$ =
+    `decay_steps`, the rate at step $s$ is $\max(r\,q^p,\ \text{min\_lr})$ with $p = \max(s - b, 0) / d$.
     With `use_staircase_decay`, $p$ is rounded down.
 
     Args:
         learning_rate: float >= 0. The rate up to `begin_decay_at`.
-        decay_steps: number >= 1, in optimizer updates: the time of one decay by `decay_rate`. It may be a simple
-            fraction such as 2.5.
-        decay_rate: float >= 0. Above 1 the rate grows; with 0 it is `min_lr` as soon as $p > 0$.
-        use_staircase_decay: bool. Whether to decay only at the end of every `decay_steps`. Has no default.
+        decay_steps: number >= 1, in optimizer updates: the rate is multiplied by `decay_rate` in this time. A simple
+            fraction such as 2.5 is also allowed.
+        decay_rate: float >= 0. Above 1 the rate grows. With 0 the rate is `min_lr` as soon as $p > 0$.
+        use_staircase_decay: bool, required. Whether to decay in stairs: $p$ is rounded down.
         begin_decay_at: int >= 0. The first update of the decay. Defaults to 0.
         min_lr: float >= 0. The minimum rate, also before the decay. Defaults to 0.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 
     Raises:
-        ValueError: if a number is out of its range, infinite or NaN, or if the fraction in `decay_steps` is not
-            simple. It must be exactly $n/m$ with $nm < 2^{31}$ for stairs at exact steps.
+        ValueError: if a number is out of its range, infinite or NaN, or if `decay_steps` is not a simple
+            fraction: exactly $n/m$ with $nm < 2^{31}$, so staircases change at exact steps.
         TypeError: if an argument is not a number, or `use_staircase_decay` not a bool.
 
     Example:
@@ -182,7 +182,7 @@ class ExpDecay(Policy):
         if not self.use_staircase_decay and self.decay_steps != 1:
             decay = decay * ops.power(ops.cast(self.decay_rate, steps.dtype), part)
         rate = self.learning_rate * decay
-        # `ops.maximum` would convert float64 to float32 on PyTorch.
+        # Use `ops.where`, because `ops.maximum` converts float64 to float32 on PyTorch.
         return ops.where(rate > self.min_lr, rate, self.min_lr)
 
 
@@ -195,16 +195,17 @@ class PolyDecay(Policy):
 
     $$L f + m (1 - f), \quad L = r \min(s / w,\ 1), \quad f = (1 - t / d)^p, \quad t = \min(\max(s - b, 0),\ d).$$
 
-    The rate is $L$ up to step $b$ (it does not depend on `min_lr`) and $m$ from step $b + d$ on. The first update of a
-    warm-up has rate 0 and step $w$ the full rate; without warm-up $L = r$. With $b < w$, warm-up and decay overlap;
-    `from_run` begins the decay after the warm-up.
+    The rate is $L$ up to step $b$ (it does not depend on `min_lr`) and $m$ from step $b + d$ on. In a warm-up,
+    step 0 has rate 0 and step $w$ has the full rate. Without warm-up, $L = r$. If $b < w$, warm-up and decay overlap.
+    `from_run` prevents this: its decay begins after the warm-up.
 
     Args:
         learning_rate: float >= 0. The rate after warm-up and before decay.
         decay_steps: number >= 1, in optimizer updates. The length of the decay, from `begin_decay_at`.
         power: float > 0. 1 (default) is linear.
         begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
-        min_lr: float >= 0. The final rate, absolute. Defaults to 0. Above `learning_rate`, the rate rises.
+        min_lr: float >= 0. The final rate, not a fraction of `learning_rate`. Defaults to 0. If it
+            is larger than `learning_rate`, the rate rises.
         warmup_steps: int >= 0, in optimizer updates. Defaults to 0, no warm-up.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
@@ -221,8 +222,8 @@ class PolyDecay(Policy):
         [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
 
     References:
-        OpenSeq2Seq, `lr_policies.poly_decay`. There `power=0` was accepted (and meant no decay), and
-        `decay_steps=0` gave NaN; both raise here.
+        OpenSeq2Seq, `lr_policies.poly_decay`. It accepted `power=0` (no decay), and returned NaN for
+        `decay_steps=0`. Here both raise an error.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class PolyDecay(Policy):
         fraction = steps.since(self.begin_decay_at).remaining(self.decay_steps)
         if self.power != 1:
             fraction = ops.power(fraction, self.power)
-        # (L - m) f + m would have a rounding error of m if f is 0 or 1.
+        # The form (L - m) f + m would round m even if f is 0 or 1.
         return _warmed_up(self.learning_rate, self.warmup_steps, steps) * fraction + self.min_lr * (1.0 - fraction)
 
 
@@ -260,13 +261,13 @@ class CosineDecay(Policy):
     $$L\,(a + (1 - a)\,c), \quad L = r \min(s / w,\ 1), \quad c = (1 + \cos(\pi t / d)) / 2,
     \quad t = \min(\max(s - b, 0),\ d).$$
 
-    With $m$ = `absolute_min_lr` it is $L c + m (1 - c)$ instead. The first update of a warm-up has rate 0 and step
-    $w$ the full rate; without warm-up $L = r$. With $b < w$, warm-up and decay overlap; `from_run` avoids it.
+    With $m$ = `absolute_min_lr` it is $L c + m (1 - c)$ instead. In a warm-up, step 0 has rate 0 and step $w$ has the
+    full rate. Without warm-up, $L = r$. If $b < w$, warm-up and decay overlap. `from_run` prevents this.
 
     Args:
         learning_rate: float >= 0. The rate after warm-up and before decay.
         decay_steps: number >= 1, in optimizer updates. The length of the decay, from `begin_decay_at`.
-        power: has no effect, and warns unless it is 1 (default). See `PolyDecay`.
+        power: has no effect. A value other than 1 (default) gives a warning. See `PolyDecay`.
         begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
         min_lr: float >= 0. The final rate as a FRACTION of `learning_rate`, unlike `min_lr` of other schedules.
             Defaults to 0.
@@ -290,8 +291,8 @@ class CosineDecay(Policy):
     References:
         Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
         OpenSeq2Seq, `lr_policies.cosine_decay`. It silently ignored `power`, and `decay_steps=0` gave NaN.
-        `absolute_min_lr` is new. $c$ is computed as $\sin^2$ of the remaining quarter turn, which is precise if it
-        is small.
+        `absolute_min_lr` is new. $c$ is computed as $\sin^2(\pi (d - t) / 2d)$, which stays precise near the end of the
+        decay, where $c$ is small.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class CosineDecay(Policy):
         self.decay_steps = check.duration("decay_steps", decay_steps)
         self.power = _power(power)
         if self.power != 1:
-            # A warning, not an error: configs of the original still work.
+            # A warning, not an error, so configs of OpenSeq2Seq with `power` still work.
             warn(
                 f"`power` has no effect on CosineDecay. Received: power={power!r}. Remove it, or use PolyDecay.",
             )
@@ -343,12 +344,12 @@ class InvPolyDecay(Policy):
 
     $$r\,/\,(1 + k s)^p, \quad k = ((r / m)^{1/p} - 1) / d,$$
 
-    It is $m$ at step $d$ and continues to fall.
+    The rate is $m$ at step $d$, and falls further after it.
 
     Args:
         learning_rate: float > 0. The rate at step 0.
-        decay_steps: number >= 1, in optimizer updates. The time at which the rate is `min_lr`.
-        min_lr: float >= 0. The rate at `decay_steps`, not a minimum; at least 1e-8. Has no default.
+        decay_steps: number >= 1, in optimizer updates. The step at which the rate is `min_lr`.
+        min_lr: float >= 0. The rate at step `decay_steps`, not a minimum. A value below 1e-8 counts as 1e-8. Required.
         power: float > 0. Defaults to 1.
         begin_decay_at: must be 0 (default). Use `Join` for a later decay.
         warmup_steps: must be 0 (default). Use `Warmup` for a warm-up.
@@ -409,7 +410,7 @@ class InvPolyDecay(Policy):
             slope = math.expm1(math.log(self.learning_rate / end) / self.power) / self.decay_steps
         except OverflowError:
             slope = math.inf
-        if slope > 1e28:  # its product with any step must be in float32's range
+        if slope > 1e28:  # its product with any step must fit float32
             raise ValueError(
                 "`power` must be large enough that (`learning_rate` / `min_lr`) ** (1 / `power`) / `decay_steps` is at "
                 f"most 1e28. Received: power={self.power!r}, learning_rate={self.learning_rate!r}, "
@@ -419,7 +420,7 @@ class InvPolyDecay(Policy):
 
     def rate_at(self, steps: StepCount) -> Tensor:
         """Returns the decayed rate."""
-        # (1 + k s) ** p with log1p, which is precise for k s below 1.
+        # The power (1 + k s) ** -p as an exponential, with `log1p`, which is precise for small k s.
         return self.learning_rate * ops.exp(-self.power * ops.log1p(self._slope * steps.number()))
 
 
@@ -456,8 +457,8 @@ class TransformerPolicy(Policy):
 
     References:
         Vaswani et al., "Attention Is All You Need", 2017, section 5.3. OpenSeq2Seq, `lr_policies.transformer_policy`.
-        There, `dtype` was also the dtype of the arithmetic. In float16 the rate had errors of a few percent and was 0
-        from step 65504 on, and float64 or an int failed with `max_lr`. Here the arithmetic is at least float32.
+        It also computed in `dtype`: in float16, the rate had errors of a few percent and was 0 from step 65504 on. With
+        `max_lr`, it failed for float64 and ints. Here the arithmetic is at least float32.
     """
 
     def __init__(
@@ -483,12 +484,12 @@ class TransformerPolicy(Policy):
         return ops.cast(self.rate_at(StepCount(step, at_least_float32(self.dtype))), self.dtype)
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate before the cast."""
+        """Returns the rate before the cast to `dtype`."""
         updates = steps.next()
         rising = updates.elapsed(self.warmup_steps) * self.warmup_steps**-0.5
         falling = ops.rsqrt(updates.number())
         peak_scale = self.learning_rate * self.coefficient * self.d_model**-0.5
-        # `ops.minimum` would convert float64 to float32 on PyTorch.
+        # Use `ops.where`, because `ops.minimum` converts float64 to float32 on PyTorch.
         rate = peak_scale * ops.where(rising < falling, rising, falling)
         return rate if self.max_lr is None else ops.where(rate < self.max_lr, rate, self.max_lr)
 
@@ -503,7 +504,7 @@ def _float_dtype(dtype: Any) -> str:
     try:
         found: str = keras.backend.standardize_dtype(dtype)
         is_float = keras.backend.is_float_dtype(found)
-    except Exception:  # values that are not dtypes raise many kinds of errors
+    except Exception:  # non-dtypes raise many kinds of errors
         is_float = False
     if not is_float:
         raise ValueError(f"`dtype` must be a float dtype or None. Received: dtype={dtype!r}")
@@ -514,7 +515,7 @@ def _sine(angle: Tensor, dtype: str) -> Tensor:
     """Returns the sine of an angle from 0 to pi / 2."""
     if dtype == "float32":
         return ops.sin(angle)
-    # Keras' sine converts float64 to float32 on JAX. The series up to angle ** 23 is exact to rounding here.
+    # `ops.sin` converts float64 to float32 on JAX. Up to pi / 2, the Taylor series to angle ** 23 is exact to rounding.
     square, series = angle * angle, 1.0
     for n in range(22, 0, -2):
         series = 1.0 - square / (n * (n + 1)) * series

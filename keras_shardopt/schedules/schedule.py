@@ -1,6 +1,6 @@
 """The base classes of schedules, and `get`.
 
-A concrete schedule keeps its arguments as attributes of the same names, and computes its rate in `rate_at`.
+A subclass stores its arguments in attributes of the same names, for `get_config`, and computes its rate in `rate_at`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate, in `steps.dtype`. Abstract."""
+        """Returns the rate, in `steps.dtype`. Subclasses implement it."""
         raise NotImplementedError
 
     def __call__(self, step: Any) -> Tensor:
@@ -35,7 +35,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return ops.cast(self.rate_at(StepCount(step, at_least_float32(floatx))), floatx)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments, with serialized schedules."""
+        """Returns the constructor's arguments. Schedules among them are serialized."""
         return {name: _serialized(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         """Draws the rate over the first `num_steps` updates with matplotlib.
 
         Args:
-            num_steps: int >= 1, in optimizer updates. At most 1000 of them are evaluated, evenly spaced.
+            num_steps: int >= 1, in optimizer updates. At most 1000 evenly spaced steps are evaluated.
             ax: a matplotlib `Axes`, or None (default) for the current one.
             **line: passed to `Axes.plot`. `label` defaults to the name of the class.
 
@@ -57,12 +57,12 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
             ImportError: if matplotlib is not installed.
             ValueError: if `num_steps` is less than 1.
         """
-        import matplotlib.pyplot as plt  # optional, and slow to import
+        import matplotlib.pyplot as plt  # optional, slow to import
 
         num_steps = check.count("num_steps", num_steps, 1)
         steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
         ax = plt.gca() if ax is None else ax
-        # One at a time, because a schedule of Keras inside this one may accept only scalars.
+        # Pass one step at a time, because a schedule of Keras inside this one perhaps accepts only scalars.
         rates = [float(ops.convert_to_numpy(ops.cast(self(step), "float32"))) for step in steps]
         ax.plot(steps, rates, **{"label": type(self).__name__, **line})
         ax.set_xlabel("update")
@@ -82,17 +82,17 @@ class Policy(Schedule):
         steps_per_epoch: int | None = None,
         **arguments: Any,
     ) -> Any:
-        r"""Creates the schedule for a run of known length, and derives the times of the decay from it.
+        r"""Creates the schedule for a training run of known length, and computes begin and length of the decay from it.
 
         OpenSeq2Seq's model class did so for the policies in its configs. With $n$ = `total_steps`, or
         `num_epochs * steps_per_epoch`, and without `decay_steps` among `arguments`,
 
         - `begin_decay_at` becomes $b$ = `max(begin_decay_at, warmup_steps)`: decay begins after warm-up,
-        - `decay_steps` becomes $n - b$: decay ends with the run,
+        - `decay_steps` becomes $n - b$: decay ends with the run.
 
-        if the policy has these arguments. If the run is given in epochs, a policy with `steps_per_epoch`
-        (`PiecewiseConstant`) gets it, and its boundaries are epochs. An explicit `decay_steps` disables both
-        replacements, as in the original.
+        A policy gets only those of the two that its constructor has. If the run is given in epochs, a policy with
+        `steps_per_epoch` (`PiecewiseConstant`) gets this argument, and its boundaries are epochs. An explicit
+        `decay_steps` disables both replacements, as in OpenSeq2Seq.
 
         Args:
             total_steps: int >= 1 or None. The length of the run, in optimizer updates.
@@ -149,7 +149,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
         identifier: one of
 
             - a schedule of this package or of Keras: returned unchanged,
-            - a number: that fixed rate,
+            - a number: a fixed rate,
             - a name: "PolyDecay", OpenSeq2Seq's "poly_decay", or the name of a schedule of Keras. This package has
               priority (`CosineDecay`). `arguments` are those of the constructor,
             - a config from `keras.optimizers.schedules.serialize`, or a short one:
@@ -203,7 +203,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 
 
 def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Returns the schedule for the argument `argument` of another schedule. See `get`."""
+    """Returns the schedule for `identifier` (see `get`), which another schedule got as its argument `argument`."""
     try:
         return get(identifier)
     except (TypeError, ValueError) as error:
@@ -211,7 +211,7 @@ def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningR
 
 
 def at_least_float32(dtype: str) -> str:
-    """Returns `dtype`, or float32 if it is narrower."""
+    """Returns "float64" for "float64", and "float32" for the other float dtypes."""
     # `keras.backend.result_type` would return float32 for float64 on JAX and PyTorch.
     return dtype if dtype == "float64" else "float32"
 
@@ -223,7 +223,7 @@ def _named(name: Any) -> Any:
     if not isinstance(name, str):
         raise TypeError(f"`identifier` must have a str as its class name. Received: class_name={name!r}")
     classes = [*Schedule.__subclasses__(), *Policy.__subclasses__()]
-    # Excludes a user's class of the same name.
+    # Keep only classes of this package, because a user's subclass can have the same name.
     classes = [cls for cls in classes if cls is not Policy and cls.__module__.startswith(_PACKAGE)]
     ours = {cls.__name__.lower(): cls for cls in classes}
     name = name.removeprefix("keras_shardopt>")

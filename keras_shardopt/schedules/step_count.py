@@ -1,11 +1,11 @@
-"""Arithmetic on step counts that rounds once, at the end.
+"""Arithmetic on step counts that rounds only once, at the end.
 
 float32 represents whole numbers exactly only up to 2**24 = 16,777,216. Therefore steps are compared, subtracted and
-divided as integers, and only a ratio becomes a float. It is the ratio of the smaller of the two parts into which a
-step divides a span, so it is precise at both ends of the span.
+divided as integers, and only a ratio becomes a float. A step divides a span into the elapsed and
+the remaining part. The ratio is computed from the smaller part, so it is precise at both ends.
 
-Python and NumPy integers are counted with NumPy, because JAX and Keras on PyTorch would truncate them to 32 bits.
-Tensors are used with operators and `ops.where` only: `ops.minimum`, `ops.maximum`, `ops.floor_divide` and `ops.prod`
+Arithmetic on Python and NumPy integers uses NumPy, because JAX and Keras on PyTorch would truncate them to 32 bits.
+For tensors, use only operators and `ops.where`, because `ops.minimum`, `ops.maximum`, `ops.floor_divide` and `ops.prod`
 convert int64 to int32 and float64 to float32 on PyTorch.
 """
 
@@ -44,13 +44,13 @@ class StepCount:
 
     @property
     def step(self) -> Any:
-        """The step as an integer tensor, or unchanged if a tensor would truncate it."""
+        """The step as an integer tensor. It is not converted if a tensor would truncate it."""
         if not self._on_host or np.max(self._value, initial=0) > _INT32_MAX:
             return self._value
         return ops.convert_to_tensor(self._value, dtype="int32")
 
     def since(self, start: int) -> StepCount:
-        """Returns the number of steps since `start`, 0 before it."""
+        """Returns the number of steps since `start`, or 0 before `start`."""
         if start == 0:
             return self
         first = self._constant(start)
@@ -80,17 +80,17 @@ class StepCount:
         return ops.where(2.0 * left < float(length), left / float(length), 1.0 - passed / float(length))
 
     def periods(self, numerator: int, denominator: int = 1) -> tuple[StepCount, Tensor]:
-        """Returns the number of complete periods of `numerator / denominator` steps, and the fraction of the next one.
+        """Returns the number of complete periods of `numerator / denominator` steps, and the elapsed part of the next.
 
-        The numerator must be at least the denominator. If the denominator is not 1, their product must be less than
-        2**31.
+        The numerator must be at least the denominator. If the denominator is not 1, the product of
+        both must be less than 2**31.
         """
         if numerator > self._largest:
             return self._with(self._value - self._value), self.number() / float(numerator)
         period = self._constant(numerator)
         whole, rest = self._value // period, self._value % period
         if denominator != 1:
-            # step * denominator would overflow; the remainder after whole numerators is small enough.
+            # `step * denominator` could overflow, but the remainder of the step modulo the numerator is small enough.
             rest = rest * denominator
             whole, rest = whole * denominator + rest // period, rest % period
         return self._with(whole), self._on_device(rest, self.dtype) / float(numerator)
@@ -105,14 +105,14 @@ class StepCount:
         return ops.prod(chosen, axis=-1, dtype=self.dtype)
 
     def number(self) -> Tensor:
-        """Returns the step as a float: exact up to 2**24 in float32, rounded above."""
+        """Returns the step as a float. In float32 it is exact up to 2**24, and rounded above."""
         return self._on_device(self._value, self.dtype)
 
     def _passed_and_left(self, length: float) -> tuple[Tensor, Tensor]:
         whole = min(math.floor(length), self._largest)
         passed = self._at_most(whole)
         left = self._on_device(whole - passed, self.dtype)
-        beyond = length - whole  # a fraction of a step, or steps beyond the range of int32
+        beyond = length - whole  # a fraction of a step, or steps beyond int32
         if beyond:
             left = ops.where(self.exceeds(whole), 0.0, left + float(beyond))
         return self._on_device(passed, self.dtype), left
@@ -122,7 +122,7 @@ class StepCount:
         return self._where(self._value < last, self._value, last)
 
     def _constant(self, value: int) -> Any:
-        """Returns the value in the dtype of the step, or the largest step if the value is larger."""
+        """Returns the value in the dtype of the step. If it does not fit, returns the largest value of the dtype."""
         return self._as_steps(min(value, self._largest))
 
     def _constants(self, values: Sequence[int]) -> Any:
@@ -148,8 +148,8 @@ class StepCount:
 def repeated_squares(base: float) -> list[float]:
     """Returns `base`, `base ** 2`, `base ** 4` and so on, until the value is constant, for `StepCount.as_exponent`.
 
-    A power in float32 first rounds the base to float32: 0.9999 ** 50000 then has an error of 8e-4. The product of
-    these float64 powers, selected by the bits of the exponent, does not.
+    A power in float32 first rounds the base to float32: 0.9999 ** 50000 then has an error of 8e-4. `as_exponent`
+    avoids this error: it multiplies those of these float64 powers that the bits of the exponent select.
     """
     squares = [base]
     while squares[-1] not in (0.0, math.inf) and len(squares) < 63:
@@ -164,7 +164,7 @@ def _integers(step: Any) -> Any:
     if step is None:
         raise ValueError("`step` must be given: an int or an integer tensor, such as `optimizer.iterations`.")
     if type(step) is int and 0 <= step <= _INT32_MAX:
-        # A tensor that torch.compile can trace. By addition, because a new constant would compile again each time.
+        # torch.compile can trace a tensor. Add to zeros, because each new constant would compile again.
         return ops.zeros((), dtype="int32") + step
     if isinstance(step, (int, float, list, tuple, np.generic, np.ndarray)):
         array = np.asarray(step)

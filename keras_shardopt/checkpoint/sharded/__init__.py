@@ -32,7 +32,7 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
     Every process calls it, at the same point of the program. No process gathers the state of others: each writes its
     slices of a sharded state, and an equal share of the weights and of other values that all processes have. The
     checkpoint contains what `callbacks.BackupAndRestore` restores: weights, optimizer state, moving statistics, seeds,
-    random number states, and residuals of compression. All processes must see the directory.
+    random number states, and residuals (errors) of compression. All processes must have access to the directory.
 
     A checkpoint is a folder in `directory`. Its manifest is written last, in one step. Readers ignore a folder without
     a manifest, such as that of a killed job. No locks are used.
@@ -50,7 +50,7 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
         TypeError: if `model` is not a `keras.Model`, or `directory` not a path.
         ValueError: if `directory` is not local, or the model is not built.
         ModuleNotFoundError: if `safetensors` is not installed.
-        OSError: if a process cannot write, or does not see the directory.
+        OSError: if a process cannot write, or has no access to the directory.
 
     All of them are raised on every process.
 
@@ -65,7 +65,7 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
         Position(step=2, epoch=0)
 
     References:
-        `torch.distributed.checkpoint` and Orbax, which do this for one framework each.
+        `torch.distributed.checkpoint` (PyTorch) and Orbax (JAX) have similar checkpoints for one framework.
     """
     with communicating(model):
         raise_together(_problem(lambda: check_arguments(model, directory)))
@@ -79,8 +79,8 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
 
     Every process calls it, at the same point of the program. The checkpoint may have been saved on another backend, by
     another number of processes, and with or without `shard_state`. Each process reads the values that it needs, and
-    checks them against their hashes. Random number states and per-replica values are restored for each process if the
-    number of processes is the same; else all processes continue with those of process 0, and residuals start at 0.
+    checks them against their hashes. With the same number of processes, each gets its random number states and
+    per-replica values. Otherwise all processes get those of process 0, and residuals of compression start at 0.
 
     Args:
         model: a built `keras.Model`. If it is not compiled, only its weights are restored.
@@ -107,7 +107,7 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
         Position(step=0, epoch=0)
 
     References:
-        `torch.distributed.checkpoint` and Orbax, which do this for one framework each.
+        `torch.distributed.checkpoint` (PyTorch) and Orbax (JAX) have similar checkpoints for one framework.
     """
     with communicating(model):
         raise_together(_problem(lambda: check_arguments(model, path, "path")))
@@ -118,7 +118,7 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
 
 
 def restore_newest(model: Any, path: str) -> dict[str, Any] | None:
-    """Restore the newest intact checkpoint, and return its manifest; None if there is none. Collective."""
+    """Restore the newest intact checkpoint. Return its manifest, or None without one. All processes must call it."""
     with communicating(model):
         return _restore_newest(model, path)
 

@@ -1,4 +1,4 @@
-"""One Keras file from a sharded checkpoint, written without the model and without a running job."""
+"""Converts a sharded checkpoint to one Keras file. This needs neither the model nor several processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SUFFIXES = (".keras", ".weights.h5")
 
 
 def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) -> None:
-    """Write a sharded checkpoint as one Keras file of the inner optimizer.
+    """Convert a sharded checkpoint to one Keras file, with the optimizer that is inside `CrossShard`.
 
-    The file holds weights and optimizer state in the format of plain Keras. It names the optimizer inside `CrossShard`,
-    so `keras.saving.load_model` reads it without this package, unless model or optimizer use other classes of it.
-    Random number states and per-replica values are left out. Memory is bounded by one piece (16 MiB), or by one row of
-    an array if that is larger.
+    The file holds weights and optimizer state in the format of plain Keras. It does not contain `CrossShard`, so
+    `keras.saving.load_model` reads it without this package, unless it has other classes of the package. Random number
+    states and per-replica values are dropped. The conversion needs memory for 16 MiB of an array, or for one row if a
+    row is larger.
 
     `python -m keras_shardopt.checkpoint consolidate PATH FILE` does the same.
 
@@ -90,7 +90,7 @@ def _write_weights(checkpoint: Checkpoint, path: str) -> None:
 def _write_array(file: h5py.File, array: StoredArray) -> None:
     dataset = file.create_dataset(array.path, array.shape, array.dtype)
     if array.dtype.name == "bfloat16":
-        dataset.attrs["dtype"] = "bfloat16"  # as Keras marks it
+        dataset.attrs["dtype"] = "bfloat16"  # Keras marks it in the same way
     for name, note in array.notes.items():
         dataset.attrs[name] = note
     if not array.shape or not array.size:

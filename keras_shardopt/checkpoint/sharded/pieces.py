@@ -1,9 +1,9 @@
-"""The files of a sharded checkpoint: pieces of arrays in one `safetensors` file per process, and a manifest.
+"""The files of a sharded checkpoint: one `safetensors` file per process with pieces of arrays, and a manifest.
 
 A checkpoint is a folder. Each process writes its pieces and a report (`rank-00000.json`). Process 0 merges the reports
-into `manifest.json`, which it writes last and in one step: a folder without a manifest is not a checkpoint. A piece is
-a box of an array, or a range of its elements in row-major order. It has at most `PIECE_BYTES` bytes and a hash, so
-readers check every byte that they use. No framework, no locks, no clocks.
+into `manifest.json`, and writes it last, in one step: a folder without a manifest is not a checkpoint. A piece is
+a box of an array (a range per dimension), or a range of its elements in row-major order. It has at most `PIECE_BYTES`
+bytes, and the manifest has its hash, so readers check every byte that they use.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import numpy as np
 from keras_shardopt.backends.stored_parts import OwnParts, Part
 
 FORMAT = 1
-"""The version of the manifest."""
+"""The version of the manifest's format."""
 
 MANIFEST = "manifest.json"
 
 PIECE_BYTES = 2**24
-"""The largest piece. Readers hold at most one piece in addition to the result."""
+"""The largest size of a piece. Readers need memory for one piece in addition to the result."""
 
 
 class Source(NamedTuple):
-    """An array of a checkpoint, as one process saves it."""
+    """An array of a checkpoint and the parts of it that one process saves."""
 
     own: OwnParts
-    """The parts that this process writes."""
+    """The parts of the array that this process writes."""
 
     notes: dict[str, Any]
-    """Attributes of the array in an HDF5 file."""
+    """The attributes that the array would have in an HDF5 file of Keras."""
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_process(folder: str, index: int, sources: Mapping[str, Source], about: dict[str, Any]) -> None:
-    """Write the pieces of one process, then its report, which holds `about` as well.
+    """Write the pieces of one process, then its report: a list of the pieces, and `about`.
 
     Raises:
         OSError: if the folder cannot be written to.
@@ -137,7 +137,7 @@ def _finish(path: str) -> None:
 
 
 def _split(part: Part) -> Iterator[Part]:
-    """Cut a part into pieces of at most `PIECE_BYTES`."""
+    """Cut a part of an array into pieces of at most `PIECE_BYTES`."""
     start, values = part
     if values.nbytes <= PIECE_BYTES or values.size == 1:
         yield part
@@ -179,7 +179,7 @@ def _check_covered(path: str, entry: dict[str, Any]) -> None:
 
 
 def _overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether two boxes have an element in common."""
+    """Return whether any two of these boxes (start and stop per dimension) have an element in common."""
     boxes = sorted(boxes, key=lambda box: tuple(box[0]))
     for i, (start, size) in enumerate(boxes):
         for other, length in boxes[i + 1 :]:
@@ -194,14 +194,14 @@ def _overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
 
 
 class Checkpoint:
-    """A complete checkpoint.
+    """Reads the pieces of a complete checkpoint.
 
     Args:
         folder: the folder of one save.
 
     Raises:
         OSError: if the folder has no manifest, or a damaged one; if a file is missing or has another size.
-        ValueError: if the manifest is that of a newer version.
+        ValueError: if a newer version of this package wrote the manifest.
     """
 
     def __init__(self, folder: str) -> None:
@@ -233,7 +233,7 @@ class Checkpoint:
         return path in self.manifest["entries"]
 
     def verify(self, process: tuple[int, int] = (1, 0)) -> None:
-        """Read every piece and check its hash; of several processes, each its share.
+        """Read every piece and check its hash. With `process` = (number of processes, index), check only its share.
 
         Raises:
             OSError: if a piece is damaged.
@@ -244,10 +244,10 @@ class Checkpoint:
             self.read(piece)
 
     def read(self, piece: Sequence[Any]) -> np.ndarray:
-        """Read one piece, as it is stored.
+        """Return one piece, as an array of the stored dtype, after a check of its hash.
 
         Raises:
-            OSError: if it is damaged or missing.
+            OSError: if the piece is damaged or missing.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -260,12 +260,15 @@ class Checkpoint:
         except SafetensorError as error:
             raise OSError(f"The file {path!r} is damaged: {error}") from error
         if list(values.shape) != list(shape) or _hash(values) != digest:
-            raise OSError(f"The file {path!r} is damaged: the piece {key!r} differs from its hash in the manifest.")
+            raise OSError(
+                f"The file {path!r} is damaged: the piece {key!r} does not match its hash in the "
+                "manifest. Copy the file again, or load an earlier checkpoint."
+            )
         return values
 
 
 class StoredArray:
-    """An array of a checkpoint, which reads the pieces that a caller uses.
+    """An array of a checkpoint that is not read yet. It reads only the pieces that a caller uses.
 
     Indexing with slices, `flat_range` and `np.asarray` return NumPy arrays.
     """
@@ -307,7 +310,7 @@ class StoredArray:
         ]
 
     def _filled(self, shape: tuple[int, ...], first: int) -> np.ndarray:
-        """Return the rows from `first` on; `shape` is that of the result."""
+        """Return an array of shape `shape`: the rows that start at row `first`."""
         result = np.empty(shape, self.dtype)
         for piece in self._entry["pieces"]:
             start, size = piece[2] or [0], _shape_of(self._entry, piece[3], self.dtype.itemsize) or [1]
@@ -324,6 +327,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _shape_of(entry: Mapping[str, Any], stored: Sequence[int], item: int) -> list[int]:
-    """Return the shape of a piece, which the file may hold as bytes."""
+    """Return the shape of a piece in the array's dtype. A file holds some dtypes as bytes, with another shape."""
     is_bytes = _storable(np.empty((0,), _dtype(entry["dtype"]))).dtype != _dtype(entry["dtype"])
     return [*stored[:-1], stored[-1] // item] if is_bytes else list(stored)

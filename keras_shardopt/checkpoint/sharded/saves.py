@@ -1,8 +1,8 @@
 """Saves of sharded checkpoints: one folder per save, and the threads that write it.
 
 A directory holds folders `step-<step>-<token>`. The token is random, so two jobs, or a job and its restart, never write
-into the same folder. Processes exchange nothing while threads write: process 0 waits for the report of each process in
-the folder, then writes the manifest.
+to the same folder. Processes do not communicate while threads write: process 0 waits until the folder has the report of
+each process, then writes the manifest.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from keras_shardopt.checkpoint.sharded.pieces import (
 from keras_shardopt.checkpoint.sharded.state import about_model, about_process, sources_of
 
 WAIT_SECONDS = 600.0
-"""How long process 0 waits for the files of the other processes."""
+"""The time that process 0 waits for the reports of the other processes."""
 
 ABANDONED_SECONDS = 3600.0
-"""The age at which an unfinished save of another job is deleted."""
+"""An unfinished save of another job is deleted when it is older than this."""
 
 _POLL_SECONDS = 0.02
 
@@ -42,15 +42,15 @@ _FOLDER = re.compile(r"step-(?P<step>\d+)-[0-9a-f]{8}")
 
 
 class Save:
-    """A save in progress. All processes create it together; creating it copies this process's part to the host.
+    """A save in progress. All processes must create it. The constructor copies this process's part to host memory.
 
     Args:
         model: the model.
-        directory: str. Created if missing. All processes must see it.
-        about: facts for the manifest, JSON-serializable.
+        directory: str. Created if missing. All processes must have access to it.
+        about: values to store in the manifest. They must be JSON-serializable.
 
     Raises:
-        OSError: on every process, if the directory cannot be written to or a process does not see it.
+        OSError: on every process, if the directory cannot be written to or a process has no access to it.
     """
 
     def __init__(self, model: Any, directory: str, about: dict[str, Any]) -> None:
@@ -88,13 +88,13 @@ class Save:
         }
 
     def check(self, wait: bool) -> bool:
-        """Return whether the save is complete on all processes. All of them call it together.
+        """Return whether all processes have finished the save. All processes must call it.
 
         Args:
             wait: whether to wait until it is complete.
 
         Raises:
-            OSError: on every process, if one could not write. The folder is deleted.
+            OSError: on every process, if one process could not write. Then the folder of this save is deleted.
         """
         with communicating(self._model):
             return self._check(wait)
@@ -115,7 +115,7 @@ class Save:
     def _fail(self, index: int, words: str) -> None:
         self._is_stopped.set()
         self._thread.join()
-        processes.gather_objects(None)  # no process writes into the folder any more
+        processes.gather_objects(None)  # wait until no process writes to it
         if self._process[1] == 0:
             delete(self.folder)
         if self._problem is not None and index == self._process[1]:
@@ -161,11 +161,11 @@ def incomplete_saves(directory: str) -> list[str]:
 
 
 def newest(path: str) -> Checkpoint:
-    """Return the newest complete checkpoint in a directory, or the checkpoint whose folder is given.
+    """Return the newest complete checkpoint in a directory, or the checkpoint at `path` if this is its folder.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        OSError: if it is damaged.
+        OSError: if the checkpoint is damaged.
     """
     folders = [path] if is_complete(path) else complete_saves(path)
     if not folders:
@@ -174,14 +174,14 @@ def newest(path: str) -> Checkpoint:
 
 
 def delete(folder: str) -> None:
-    """Delete a checkpoint, the manifest first: what remains of it if this fails is not a checkpoint."""
+    """Delete a checkpoint. The manifest goes first, so after a failure the rest does not count as a checkpoint."""
     with contextlib.suppress(OSError):
         os.remove(os.path.join(folder, MANIFEST))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def delete_abandoned(directory: str) -> None:
-    """Delete unfinished saves of killed jobs. Their age is measured with the clock of the file system."""
+    """Delete old unfinished saves of killed jobs. The clock of the file system measures their age."""
     with contextlib.suppress(OSError):
         probe = os.path.join(directory, f".now-{secrets.token_hex(4)}")
         with open(probe, "w"):
@@ -206,7 +206,7 @@ def _new_folder(directory: str, step: int) -> str:
 
 
 def _is_visible(folder: str) -> bool:
-    """Whether this process sees a folder that process 0 has created; network file systems show it a little later."""
+    """Whether this process can find a folder of process 0. It waits, because network file systems take some time."""
     for _ in range(50):
         if os.path.isdir(folder):
             return True
@@ -215,7 +215,7 @@ def _is_visible(folder: str) -> bool:
 
 
 def is_complete(folder: str) -> bool:
-    """Whether a folder is a complete checkpoint."""
+    """Whether a folder is a complete checkpoint, with a manifest."""
     return os.path.exists(os.path.join(folder, MANIFEST))
 
 
@@ -235,7 +235,7 @@ def _step(model: Any) -> int:
 
 
 def _config(model: Any) -> Any:
-    """Return the serialized model; None if Keras cannot serialize it. Such checkpoints load into a model only."""
+    """Return the serialized model, or None if Keras cannot serialize it. Then `consolidate` writes no '.keras' file."""
     try:
         config = keras.saving.serialize_keras_object(model)
         json.dumps(config)

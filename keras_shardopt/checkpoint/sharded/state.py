@@ -1,10 +1,11 @@
-"""The arrays of a model in a sharded checkpoint, under the paths of Keras' own weights files, and the way back.
+"""Copies a model's training state to the arrays of a sharded checkpoint, and restores it from them.
 
-Names that start with "training/" are arrays that such files lack: seeds, buffers, residuals, the state of extensions.
+Arrays have the paths of Keras' weights files. Paths that start with "training/" are for state that such files lack:
+seeds, buffers, residuals of compression, and the state of extensions.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.saving.saving_lib._save_state`, `_load_state` - visit all parts of a model that have variables.
-    `keras.src.saving.saving_lib.H5IOStore` - the kind of store that they accept.
+    `keras.src.saving.saving_lib.H5IOStore` - the class of stores that these two functions accept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# On JAX, `assign` of one process would compare values with the other processes.
+# On JAX, `assign` communicates with the other processes to compare values. This module assigns without that.
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"
@@ -48,7 +49,7 @@ _WRAPPER_STATE = "/wrapper_state/"
 
 
 def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
-    """Copy everything that this process saves of a model to the host. All processes call it together."""
+    """Copy this process's part of a model's training state to host memory. All processes must call it."""
     store = _Saved(process)
     saving_lib._save_state(model, store, None, "", set())
     sources = store.sources
@@ -64,7 +65,7 @@ def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
 
 
 def about_model(model: Any) -> dict[str, Any]:
-    """Return the facts for the manifest that restoring needs. They are JSON-serializable."""
+    """Return values of a model to store in the manifest, because `restore` needs them. They are JSON-serializable."""
     return {
         "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
         "built_on": built_on(model),
@@ -73,18 +74,23 @@ def about_model(model: Any) -> dict[str, Any]:
 
 
 def about_process() -> dict[str, Any]:
-    """Return the facts that only this process has."""
+    """Return values of this process to store in its report, such as its random number states."""
     return {"random_state": random_state()}
 
 
 def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> None:
-    """Give a model the values of a checkpoint. All processes call it together.
+    """Load the values of a checkpoint into a model. All processes must call it.
+
+    Args:
+        model: the model.
+        checkpoint: the checkpoint to read.
+        process: the number of processes, and the index of this one.
 
     Raises:
         ValueError: if the checkpoint is of another model or optimizer. Then no value is changed.
     """
     manifest = checkpoint.manifest
-    optimizer = getattr(model, "optimizer", None)  # a `Sequential` model gets the attribute in `compile`
+    optimizer = getattr(model, "optimizer", None)  # some models lack it before `compile`
     stored = zip(optimizers_of(model), manifest["built_on"])
     was_built = manifest["step"] > 0 or any(each is optimizer and own is not None for each, own in stored)
     if optimizer is not None and not optimizer.built and was_built:
@@ -110,7 +116,7 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
 
 
 def _extra_variables(model: Any, seen: set[int]) -> Iterator[tuple[str, Variable]]:
-    """Yield the variables that Keras' weights files lack, and their paths."""
+    """Yield the path of each variable that Keras' weights files lack, and the variable."""
     in_file = {id(v) for optimizer in optimizers_of(model) for v in _variables_in_file(optimizer)}
     extra = [v for v in saved_variables(model) if id(v) not in seen | in_file]
     yield from ((f"{_TRAINING}variables/{i}", variable) for i, variable in enumerate(extra))
@@ -132,7 +138,7 @@ def _numbered(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 
 def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Return this process's rows of an array with one row per replica."""
+    """Return the part that this process saves of an array with one row per replica: the rows of its replicas."""
     rows = [np.array(row) for row in placement.replica_values(variable)]
     counts = processes.gather_objects(len(rows))
     first = sum(counts[: process[1]])
@@ -141,7 +147,7 @@ def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
 
 
 def _restore_rows(variables: Sequence[Variable], stored: Sequence[np.ndarray], process: tuple[int, int]) -> None:
-    """Assign each replica its row; do nothing if the variables or the number of replicas differ."""
+    """Assign each replica its stored row. If shapes or the number of replicas differ, do nothing."""
     own = [placement.replica_values(variable) for variable in variables]
     counts = processes.gather_objects(len(own[0]) if own else 0)
     if [array.shape for array in stored] != [(sum(counts), *rows[0].shape) for rows in own]:
@@ -152,7 +158,7 @@ def _restore_rows(variables: Sequence[Variable], stored: Sequence[np.ndarray], p
 
 
 def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> set[int]:
-    """Raise ValueError unless the checkpoint is of this model. Return the ids of the variables that files hold."""
+    """Raise ValueError unless the checkpoint fits the model. Return the ids of variables that Keras' files hold."""
     store = _Saved(process, is_dry=True)
     saving_lib._save_state(model, store, None, "", set())
     has_optimizer = bool(optimizers_of(model))
@@ -194,11 +200,11 @@ def _groups(notes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 class _Saved(saving_lib.H5IOStore):
-    """A store that receives what a process saves.
+    """A store for Keras' saver that collects the arrays that a process saves.
 
     Args:
         process: the number of processes, and the index of this one.
-        is_dry: bool. True keeps shapes and drops the values.
+        is_dry: bool. True collects shapes only.
     """
 
     def __init__(self, process: tuple[int, int], is_dry: bool = False) -> None:
@@ -214,7 +220,7 @@ class _Saved(saving_lib.H5IOStore):
 
     def make(self, path: str, metadata: dict[str, Any] | None = None) -> _Saved:
         self._prefix = f"{path}/vars/" if path else "vars/"
-        self._h5_entry_group = {}  # a new group; wrappers set attributes of its arrays
+        self._h5_entry_group = {}  # new per group; wrappers set attributes in it
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -229,7 +235,7 @@ class _Saved(saving_lib.H5IOStore):
 
 
 class _Loaded(saving_lib.H5IOStore):
-    """A store that reads a checkpoint."""
+    """A store for Keras' loader that reads arrays from a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._h5_entry_group: dict[str, Any] = {}
@@ -249,7 +255,7 @@ class _Loaded(saving_lib.H5IOStore):
         return any(group == path or group.startswith(f"{path}/") for group in self.groups)
 
     def stored(self, key: str) -> StoredArray:
-        """Return an array that is not read yet."""
+        """Return the array of this name. Its values are read when they are used."""
         array: StoredArray = self._h5_entry_group[key].array
         return array
 

@@ -1,7 +1,7 @@
 """Training steps on JAX: a jitted function of the values of all variables that the step reads or assigns.
 
-A step may use variables that the caller did not list, such as a seed, or a frozen weight in the loss. In a trace they
-would become constants. The first trace therefore collects them, and a second trace includes them.
+A step can use variables that its caller did not list, such as a seed, or a frozen weight in the loss. In a trace, such
+variables become constants. Therefore a first trace collects them, and a second one has them as arguments.
 
 Private names of Keras touched here (a test holds each of them):
     `Variable._value` - the array of a variable.
@@ -65,7 +65,7 @@ class _Program:
                     raise _UnknownVariables(scope.unknown)
                 return result, [scope.get_current_value(variable) for variable in variables]
 
-            # Otherwise the compiler may choose new shardings, and the next call compiles again.
+            # Keep the shardings of variables. If the compiler chose others, the next call would compile again.
             placed = [variable.value.sharding for variable in variables]
             options = {} if keras.distribution.distribution() is None else {"out_shardings": (None, placed)}
             self._jitted[key] = jax.jit(pure, donate_argnums=0, **options)
@@ -79,7 +79,7 @@ class _UnknownVariables(Exception):
 
 
 class _CollectingScope(keras.StatelessScope):
-    """Scope that collects variables missing from its mapping in `unknown`."""
+    """A scope that collects in `unknown` the variables that are used but missing from its mapping."""
 
     def __init__(self, state_mapping: list[tuple[Variable, Tensor]]) -> None:
         super().__init__(state_mapping, collect_losses=True)
@@ -101,7 +101,7 @@ class _CollectingScope(keras.StatelessScope):
 
 
 def _distinct(values: list[Tensor]) -> list[Tensor]:
-    """Copy arrays that several variables share, because an array can be donated only once."""
+    """Copy arrays that several variables share, because a step can take (donate) the buffer of an array only once."""
     if len({id(value) for value in values}) == len(values):
         return values
     seen: set[int] = set()
@@ -120,7 +120,7 @@ def _on_devices(value: Any) -> Tensor:
         return jax.numpy.asarray(value)
     value = value if isinstance(value, jax.Array) else np.asarray(value)
     if not value.ndim or (isinstance(value, jax.Array) and not value.is_fully_addressable):
-        return jax.numpy.asarray(value)  # a scalar, or already on the devices of all processes
+        return jax.numpy.asarray(value)  # a scalar, or already divided among devices
     num_local = num_replicas // jax.process_count()
     if value.shape[0] % num_local:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""OpenSeq2Seq's `optimize_loss`: a training step from one set of arguments, composed of other parts of the package."""
+"""OpenSeq2Seq's `optimize_loss`: builds a training step from one set of arguments, with the rest of this package."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def optimize_loss(
         value = step(x, y)
     ```
 
-    The step is one compiled program (`tf.function`, `jax.jit`), or eager on PyTorch. It may use any variables: it
-    assigns moving statistics and seeds, and reads current values.
+    The step is one compiled program (`tf.function`, `jax.jit`), or eager on PyTorch. `loss` can use any variables: the
+    step reads their current values, and assigns moving statistics and seeds.
 
     With several replicas (`on_horovod=True`, optimizer and model built inside `with data_parallel():`):
 
     | backend | batch | result |
     |---|---|---|
     | TensorFlow | rows of all replicas of this process, which the step splits | mean over these replicas |
-    | JAX | the same | mean over all replicas |
+    | JAX | rows of all replicas of this process, which the step splits | mean over all replicas |
     | PyTorch | rows of this rank | loss of this rank |
 
     The loss must be the mean over the rows that it receives, with or without `keras.losses`, on every backend.
@@ -84,11 +84,11 @@ def optimize_loss(
         loss_scaling: as in `build_optimizer`.
         loss_scaling_params: as in `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
-        iter_size: int >= 1. Micro-batches per update. Each gradient has the weight 1 / `iter_size`. With several
-            replicas on JAX, each micro-batch communicates and a warning is issued; a prepared `model.fit` avoids this.
+        iter_size: int >= 1. Micro-batches per update. The update uses the mean of their gradients. With several
+            replicas on JAX, each micro-batch communicates, with a warning. `fit` of a prepared model avoids this.
         skip_update_ph: True or None (default). None: every `iter_size`-th call updates. True: the caller decides.
             `step(*batch, skip_update=True)` accumulates; `skip_update=False` accumulates and updates.
-        model: a built `keras.Model` or None. Its regularization and `add_loss` losses are added to the loss.
+        model: a built `keras.Model` or None. Its regularization losses and those of `add_loss` are added to the loss.
         tf1_defaults: as in `build_optimizer`.
         log_dir: path or None. Directory for TensorBoard event files, written by rank 0.
         every: int >= 1. Updates between summaries. Default 100.
@@ -115,8 +115,8 @@ def optimize_loss(
         True
 
     References:
-        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It updated after the very first micro-batch, ignored
-        `iter_size` without Horovod, and mostly failed for variables without a gradient.
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. It made its first update after one micro-batch, ignored
+        `iter_size` without Horovod, and usually failed for variables without a gradient.
     """
     if not callable(loss):
         raise TypeError(
@@ -152,7 +152,7 @@ def optimize_loss(
         loss_scaling,
         loss_scaling_params,
         iter_size,
-        # Also for a single replica: `CrossShard` then only provides slots and summaries.
+        # Add a `CrossShard` for a single replica too: it then only provides slots and summaries.
         _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
@@ -170,7 +170,7 @@ def optimize_loss(
 
 
 class TrainingStep:
-    """Training step. Created by `optimize_loss`; call it with a batch.
+    """A training step, created by `optimize_loss`. Call it with a batch.
 
     Attributes:
         optimizer: the optimizer from `build_optimizer`.
@@ -205,7 +205,7 @@ class TrainingStep:
         self._run = compile_step(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
 
     def __call__(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
-        """Run one micro-batch.
+        """Compute the gradients of one micro-batch, and update if this call completes an update.
 
         Args:
             *batch: arguments of `loss`: arrays, tensors, or nested structures of these, with the same number of rows.
@@ -225,7 +225,7 @@ class TrainingStep:
         self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            # Updates skipped for an overflow do not count. Reading waits for the devices, as writing summaries does.
+            # Use the optimizer's count, without updates skipped for an overflow. Reading it waits for the devices.
             self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
             if self._num_updates % self._every == 0:
                 self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
@@ -236,7 +236,7 @@ class TrainingStep:
         return 1 if self._recorder is None else self._recorder.every
 
     def _window(self, skip_update: bool | None) -> bool:
-        """Whether this call updates."""
+        """Return whether this call updates, or only accumulates."""
         if (skip_update is not None) != self._caller_decides:
             needed = "must be given with each call" if self._caller_decides else "is counted by the step itself"
             raise ValueError(
@@ -249,7 +249,7 @@ class TrainingStep:
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         def scaled() -> tuple[Tensor, Tensor]:
-            with updating_with(self.optimizer):  # the model may be compiled with another optimizer
+            with updating_with(self.optimizer):  # the model can have another optimizer
                 value = loss_of_batch()
             return self.optimizer.scale_loss(value), value
 
@@ -261,7 +261,7 @@ class TrainingStep:
 
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
         if skip_update is not None:
-            # After the loss: `decide` applies to the next `apply`, and losses of replicas in threads may interleave.
+            # Decide right before `apply`, because in the loss, another replica's thread can run and decide.
             self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
@@ -285,9 +285,9 @@ def compile_step(
     """Compile a training step for all replicas. The step may read and assign any variables.
 
     Args:
-        function: step of a replica. Positional arguments are its rows, and keyword arguments are constants of the
-            program. It returns a scalar, the mean over its rows.
-        variables: the known variables that `function` reads or assigns.
+        function: the step of one replica. Its positional arguments are the rows of the replica, its keyword arguments
+            are constants of the program. It returns a scalar, the mean over these rows.
+        variables: variables that `function` reads or assigns, perhaps not all.
         jit_compile: see `optimize_loss`.
 
     Returns:
@@ -305,7 +305,7 @@ def get_regularization_loss(model: Any) -> Tensor:
     """Return the sum of a model's additional losses: weight and activity regularization, and `add_loss`.
 
     Args:
-        model: a `keras.Model` or layer. Losses that depend on the batch are those of the latest call.
+        model: a `keras.Model` or layer. Losses that depend on a batch have their value of the latest call.
 
     Returns:
         A float32 scalar tensor. Each loss is cast to float32 before the sum.

@@ -1,7 +1,7 @@
 """Training steps on TensorFlow: a `tf.function` that runs on each replica of the strategy.
 
-Losses are means over the replica's rows, as on the other backends. Otherwise `keras.losses` would also divide by the
-number of replicas.
+In a step, `keras.losses` return means over the rows of a replica, as on the other backends. TensorFlow's default in a
+strategy would also divide by the number of replicas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 GRADIENT_STATE = GradientState.LOCAL
-"""State of gradients in these steps, with any strategy."""
+"""The state of gradients in these steps: not yet reduced over replicas, with any strategy."""
 
 
 def compile_step(
@@ -63,7 +63,7 @@ def _num_rows(batch: Any) -> Any:
 
 
 def _divided(value: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Split a tensor of the batch among the replicas, unless it is already."""
+    """Split the rows of a tensor among the replicas, unless the tensor is already split."""
     if isinstance(value, tf.distribute.DistributedValues):
         return value
     value = tf.convert_to_tensor(value)

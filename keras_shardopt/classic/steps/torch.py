@@ -1,4 +1,4 @@
-"""Training steps on PyTorch: eager, or compiled with `jit_compile=True`. Replicas are other processes."""
+"""Training steps on PyTorch: eager, or compiled with `jit_compile=True`. Each replica is a process."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _num_files = itertools.count()
 
 
 def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
-    """Return a function that writes values by tag, for a step. Calling it with None closes the file."""
+    """Return a function of (values by tag, step) that writes to a new event file. With None, it closes the file."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
@@ -28,7 +28,7 @@ def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
             "Writing summaries requires `tensorboardX`, which is not installed. "
             "Run `pip install tensorboardX`, or pass `log_dir=None` to write no files."
         ) from error
-    # `tensorboardX` names files by the current second, so two writers could share a file.
+    # Make the name unique, because `tensorboardX` names files by the second, so two writers could use the same file.
     suffix = f".{os.getpid()}.{next(_num_files)}"
     writer = SummaryWriter(str(log_dir), filename_suffix=suffix)
 

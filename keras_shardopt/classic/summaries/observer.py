@@ -31,13 +31,14 @@ from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _Read = Callable[[], Gradients]
-"""Returns the gradients of the unscaled loss, in float32."""
+"""A function that returns the gradients of the unscaled loss, in float32."""
 
 
 class Observer:
-    """Stores values of an update in variables.
+    """Measures values in an update, and stores them in variables.
 
-    The variables belong to the state of the innermost observed wrapper, because compiled steps and branches return it.
+    The variables are part of the state of the innermost observed wrapper, because compiled steps and branches return
+    only variables of the optimizer.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:
@@ -50,10 +51,10 @@ class Observer:
         changing = [o for o in chain if isinstance(o, (GradientClipping, LARC))]
         clipping = [o for o in changing if isinstance(o, GradientClipping)]
         larcs = [o for o in changing if isinstance(o, LARC)]
-        # Wrapper, its method that calls the hook, and the hook.
+        # Each entry has a wrapper, the method of this observer that the wrapper calls, and the function that measures.
         self._hooks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
         before = (changing[0], "before_transform") if changing else (last, "before_update")
-        # Hooks clip the gradients again: keeping the clipped gradients for them would take memory.
+        # The functions that measure clip gradients again, because keeping the clipped gradients for them takes memory.
         self._clipping = clipping[-1] if clipping else None
         clipped = (clipping[-1], "before_transform") if clipping else before
         if "global_gradient_norm" in names:
@@ -85,7 +86,7 @@ class Observer:
             wrapper._observe(None)
 
     def _watch(self, name: str) -> tuple[Any, Callable[[], None]]:
-        """Insert the stage of a summary into the outermost `CrossShard`, which has each replica's gradients."""
+        """Add the stage that measures a summary to the outermost `CrossShard`, which has each replica's gradients."""
         found = cross_shards(self._optimizer)
         if not found:
             raise ValueError(
@@ -105,7 +106,7 @@ class Observer:
                     f"Received: 1 replica, with {found[0]!r}. "
                     "Use several replicas, or `CrossShard(..., gradient_accumulation_steps=k)`."
                 )
-            if processes.process()[0] > 1:  # raises unless all processes have this summary, which adds communication
+            if processes.process()[0] > 1:  # raises if a process lacks this summary
                 processes.gather_objects(name)
             made, _ = STAGES[name]
             return watch(found[0], made(), f'summaries=["{name}"]', add_variable)
@@ -135,7 +136,7 @@ class Observer:
         return list(itertools.chain.from_iterable(self._stored.values()))
 
     def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
-        """Return the variables that belong to the state of this wrapper."""
+        """Return the variables of this observer that are part of the state of `wrapper`."""
         return self._all_variables() if wrapper is self._observed[-1] else []
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -158,7 +159,7 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # Called only by hooks that need gradients, because a traced branch keeps its inputs in memory.
+        # A function, called only if a measurement needs gradients, because a traced branch keeps its inputs in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
@@ -209,7 +210,7 @@ class Observer:
         self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the trainable variables, or the slices that stand for them if `variables` are slices."""
+        """Return the trainable variables. If `variables` are slices, return the slices of trainable variables."""
         trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
         return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]
@@ -217,7 +218,7 @@ class Observer:
     def _by_variable(
         self, variables: Sequence[Variable], grads: Gradients, measure: Callable[[Tensor, Variable], Tensor]
     ) -> Tensor:
-        """Measure each trainable variable with its gradient. The result is NaN if it has no gradient."""
+        """Return `measure` of each trainable variable and its gradient, or NaN for a variable without a gradient."""
         found = {id(v): g for v, g in zip(variables, grads) if g is not None}
         nan = ops.full((), float("nan"), "float32")
         values = [measure(found[id(v)], v) if id(v) in found else nan for v in self._trainable_of(variables)]
@@ -270,7 +271,7 @@ class Observer:
 
 
 def _new_variable(shape: Sequence[int], dtype: str = "float32") -> Variable:
-    # TensorFlow's replicas cannot always communicate inside an update, so each has a copy. Copies are equal.
+    # On TensorFlow, each replica has a copy of the same value, because replicas cannot always communicate in updates.
     return keras.Variable(
         ops.zeros(tuple(shape), dtype),
         dtype=dtype,
@@ -283,7 +284,7 @@ def _new_variable(shape: Sequence[int], dtype: str = "float32") -> Variable:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Append a number to repeated names."""
+    """Append a number to names that occur more than once."""
     seen: dict[str, int] = {}
     result = []
     for name in names:

@@ -20,14 +20,14 @@ class Recorder:
     """Measures every n-th update of an optimizer, and writes the summaries.
 
     Args:
-        optimizer: a built `keras.optimizers.Optimizer`. Without a wrapper of this package, only its learning rate is
-            available.
+        optimizer: a built `keras.optimizers.Optimizer`. Without a wrapper of this package in it, only its learning
+            rate is available.
         log_dir: path or None. Directory for event files, written by rank 0. None writes no files.
         summaries: list of names from `SUMMARIES`, or None for `DEFAULT_SUMMARIES`.
-        every: int >= 1. Updates between summaries.
+        every: int >= 1. Number of updates from one summary to the next.
         prefix: str. Prefix of all tags.
-        colocate_with: `Recorder` with the file to write to, or None.
-        looks_inside: bool. False records only values that can be read between updates.
+        colocate_with: another `Recorder`, to write to its file, or None.
+        looks_inside: bool. False measures nothing in updates, and records only values that can be read between them.
 
     Raises:
         ValueError: if a summary is not available.
@@ -71,18 +71,18 @@ class Recorder:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per update."""
+        """The number of micro-batches per update."""
         chain = [self.optimizer, *descendants(self.optimizer)]
         steps = [getattr(o, "gradient_accumulation_steps", None) for o in chain if isinstance(o, OptimizerWrapper)]
         return next((k for k in steps if k), 1)
 
     def expect(self, is_due: bool | None) -> None:
-        """Set whether the next eager step measures its update. None: if the counter is due (one read per step)."""
+        """Set whether the next eager step measures its update. None: the step reads the update counter to decide."""
         if self._observer is not None:
             self._observer.is_due = is_due
 
     def values(self) -> tuple[int, dict[str, Any]]:
-        """Return the number of the update measured last, and its values by tag: floats, and arrays for histograms."""
+        """Return the number of the last measured update, and its values by tag: floats, and arrays for histograms."""
         optimizer = self.optimizer
         tags: dict[str, Any] = {}
         if self._observer is not None:
@@ -96,7 +96,7 @@ class Recorder:
         return step, tags
 
     def record(self, more: Callable[[], dict[str, float]] = dict) -> bool:
-        """Write values of a new update, and the result of `more`. Return whether a new update was measured."""
+        """If an update was measured since the last call, write its values and the result of `more`, and return True."""
         if self._write is None or not self._names:
             return False
         step, tags = self.values()

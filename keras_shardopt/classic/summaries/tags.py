@@ -1,4 +1,4 @@
-"""Names and tags of summaries, and current learning rates and loss scales."""
+"""Names of summaries, their TensorBoard tags, and functions that read current learning rates and loss scales."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SUMMARIES = [
     "larc_summaries",
     "loss_scale",
 ]
-"""The names that users can pass."""
+"""The names of summaries that users can pass."""
 
 STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
-"""For each summary that a stage measures: a function that returns the stage, and the stage's attribute by tag."""
+"""For each summary that a stage measures: a function that creates the stage, and its attribute for each tag."""
 
 
 def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
@@ -33,7 +33,7 @@ def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
 
 
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
-"""Summaries for `summaries=None`."""
+"""The names of summaries that `summaries=None` selects."""
 
 PREFIX = "Loss_Optimization/"
 LARC_TAGS = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
@@ -45,7 +45,7 @@ def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
         return DEFAULT_SUMMARIES
     if isinstance(summaries, str) or not isinstance(summaries, (list, tuple, set, frozenset)):
         raise TypeError(f"`summaries` must be a list of names, or None. Received: summaries={summaries!r}")
-    # "global_gradient_norm" includes the norm after clipping.
+    # "global_gradient_norm" also records the norm after clipping, so OpenSeq2Seq's name for that norm selects it.
     names = [
         "global_gradient_norm" if name == "global_clipped_gradient_norm" else name for name in map(_word, summaries)
     ]
@@ -60,14 +60,14 @@ def _word(name: Any) -> str:
 
 
 def rates(optimizer: Optimizer) -> dict[str, float]:
-    """Return the current learning rates by Keras' tags."""
+    """Return the current learning rates, under the tags that Keras uses."""
     found = base_optimizers(optimizer)
     tags = [rate_tag(leaf, len(found)) for leaf in found]
     return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
 
 
 def dynamic_loss_scale(optimizer: Optimizer) -> float | None:
-    """Return the current dynamic loss scale, or None."""
+    """Return the current dynamic loss scale, or None without one."""
     scale = getattr(optimizer, "loss_scale", None)
     return None if scale is None or isinstance(scale, (int, float)) else float(ops.convert_to_numpy(scale))
 

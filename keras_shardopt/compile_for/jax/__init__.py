@@ -1,1 +1,1 @@
-"""JAX exports the step, and XLA's compilers for TPU and GPU compile it without the device."""
+"""Compiles the training step with JAX: XLA's compilers for TPU and GPU need no such device."""

@@ -1,7 +1,7 @@
 """Compiles the training step of a program for a device that this machine does not have.
 
 The step is the function that Keras' trainer passes to `jax.jit`. JAX exports it for the platform. XLA's compiler for
-that platform (from `libtpu` or from JAX's CUDA plugin) compiles it for a description of the devices.
+that platform (in `libtpu` or in JAX's CUDA plugin) then compiles it for devices that are only described.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `keras.src.backend.jax.core.JaxVariable._initialize_with_initializer` - creates the initial value of a variable on
@@ -29,18 +29,18 @@ from keras_shardopt.compile_for.report import Compiled
 from keras_shardopt.compile_for.targets import Target
 from keras_shardopt.fit.jax.jitted import making_steps
 
-# GSPMD's custom calls, which are platform-independent.
+# Custom calls of GSPMD (XLA's partitioner). Exporting them is safe, because they do not depend on the platform.
 _ALLOWED = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 ]
 
 _TRAINING_STATE = 4
-"""Length of the state of a training step: weights, other variables, optimizer, metrics."""
+"""The number of elements in the state of a training step: weights, other variables, optimizer, metrics."""
 
 
 class FirstStep(BaseException):
-    """Ends the program at its first step. A BaseException, so `except Exception` in the program does not catch it."""
+    """Ends the program at its first step. It is a BaseException, so `except Exception` does not catch it."""
 
     def __init__(self, exported: jax.export.Exported, arguments: Any, options: dict[str, Any], lowered: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class FirstStep(BaseException):
 
 
 def missing_packages(target: Target) -> list[str]:
-    """Returns the missing packages for this target."""
+    """Returns the names of the packages that this target needs and that are not installed."""
     if target.device.platform == "tpu":
         return [] if importlib.util.find_spec("libtpu") else ["libtpu"]
     version = jax.__version__
@@ -61,13 +61,13 @@ def missing_packages(target: Target) -> list[str]:
 
 
 def use_cpu_devices(number: int) -> None:
-    """Gives the program this number of CPU devices. JAX must not have started."""
+    """Makes JAX have this number of CPU devices. JAX must not have started."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", number)
 
 
 def first_step(program: Callable[[], object], target: Target) -> FirstStep | None:
-    """Runs the program up to its first step, with the target's number of CPU devices; None if no step ran."""
+    """Runs the program up to its first step, with the target's number of CPU devices. None: it ran no step."""
 
     def catching(jit: Callable[..., Any]) -> Callable[..., Any]:
         def making(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
 
             def call(*arguments: Any) -> Any:
                 if not (isinstance(arguments[0], tuple) and len(arguments[0]) == _TRAINING_STATE):
-                    return jitted(*arguments)  # evaluation or prediction
+                    return jitted(*arguments)  # a step of evaluation or prediction
                 shapes = jax.tree.map(_shape, arguments)
                 export = jax.export.export(jitted, platforms=[target.device.platform], disabled_checks=_ALLOWED)
                 counts = target.device.platform == "tpu"  # XLA for GPUs does not count FLOPs; XLA for CPUs does
@@ -95,9 +95,9 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
 
 @contextlib.contextmanager
 def _sharing_memory() -> Iterator[None]:
-    """Makes all CPU devices of an array share one buffer, to limit memory.
+    """Makes the CPU devices share one buffer for the initial value of a variable, to save memory.
 
-    JAX uses the buffer of a NumPy array directly, but copies an array of one device to each of the other devices.
+    JAX uses the buffer of a NumPy array without a copy, but copies an array of one device for each other device.
     """
     put, initialize = jax.device_put, JaxVariable._initialize_with_initializer
 
@@ -133,7 +133,7 @@ def compiled(step: FirstStep, target: Target) -> Compiled:
     begin = time.perf_counter()
     donated = step.options.get("donate_argnums", ())
     lowered = jax.jit(step.exported.call, in_shardings=shardings, donate_argnums=donated).lower(*plain)
-    # Autotuning would run kernels on the device.
+    # Turn off autotuning, because it runs kernels on the device.
     options = {"xla_gpu_autotune_level": "0"} if target.device.platform == "cuda" else {}
     program = lowered.compile(compiler_options={**(step.options.get("compiler_options") or {}), **options})
     seconds = time.perf_counter() - begin
@@ -167,8 +167,8 @@ def _devices(target: Target) -> Any:
         found = importlib.util.find_spec("libtpu")
         assert found is not None and found.origin is not None
         os.environ.setdefault("TPU_LIBRARY_PATH", str(pathlib.Path(found.origin).parent / "libtpu.so"))
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # skips the query for this machine's type in the cloud
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process holds a TPU
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query the cloud for the machine type
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # safe, because no process holds a TPU
         try:
             topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
         except jax.errors.JaxRuntimeError as error:

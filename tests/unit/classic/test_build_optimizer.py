@@ -142,7 +142,7 @@ def test_clipping_and_larc_exclude_each_other():
         ({"dtype": "int32"}, ValueError, "dtype"),
         ({"dtype": "no_such"}, ValueError, "dtype"),
         ({"cross_shard": "mean"}, TypeError, "cross_shard"),
-        ({"cross_shard": {"old": 1}}, ValueError, "`cross_shard` may hold"),
+        ({"cross_shard": {"old": 1}}, ValueError, "`cross_shard` must have no keys but"),
         ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Pass one"),
         (
             {"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}},

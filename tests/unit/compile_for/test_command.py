@@ -30,7 +30,7 @@ def test_gpus_come_in_machines_of_8(target, capsys):
 
 @pytest.mark.neutral
 def test_a_program_is_needed(capsys):
-    assert said(capsys, "h100:8") == "A program must follow the target. Received: none."
+    assert said(capsys, "h100:8") == "A program is missing after the target. Use for example `h100:8 train.py`."
 
 
 @pytest.mark.backends("torch", "tensorflow")
