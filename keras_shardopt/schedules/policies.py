@@ -120,7 +120,7 @@ class PiecewiseConstant(Policy):
 class ExpDecay(Policy):
     r"""Exponential decay, continuous or in steps, down to a minimum.
 
-    With rate $r$ = `learning_rate`, factor $q$ = `decay_rate` begin $b$ = `begin_decay_at` and length $d$ =
+    With rate $r$ = `learning_rate`, factor $q$ = `decay_rate`, begin $b$ = `begin_decay_at` and length $d$ =
     `decay_steps`, the rate at step $s$ is $\max(r\,q^p,\ \text{min\_lr})$ with $p = \max(s - b, 0) / d$.
     With `use_staircase_decay`, $p$ is rounded down.
 

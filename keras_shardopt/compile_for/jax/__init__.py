@@ -1,1 +1,1 @@
-"""Compiles the training step with JAX: XLA's compilers for TPU and GPU need no such device."""
+"""Compiles the training step with JAX. XLA's compilers for TPU and GPU do not need the device."""
