@@ -276,7 +276,7 @@ class LocalUpdates(ExtensionStage):
         self.last_syncs.assign(ops.stack([ops.cast(first, self.last_syncs.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """Return the number of updates from the sync step at update `since` to the next. Negative: none yet."""
+        """Return the number of updates until the next sync step if the last was at `since` (negative: none yet)."""
         start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
