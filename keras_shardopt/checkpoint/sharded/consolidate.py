@@ -74,7 +74,7 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         else:
             _write_weights(checkpoint, unfinished.path)
         unfinished.finish()
-    except RuntimeError as error:  # HDF5 on a full disk
+    except RuntimeError as error:  # h5py raises it if the disk is full
         raise OSError(f"The file {target!r} cannot be written: {error}") from error
     finally:
         unfinished.discard()

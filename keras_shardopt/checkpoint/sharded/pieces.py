@@ -70,7 +70,7 @@ def write_process(folder: str, index: int, sources: Mapping[str, Source], about:
     path = os.path.join(folder, name)
     try:
         save_file(tensors, f"{path}.unfinished")
-    except SafetensorError as error:  # a full disk
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(f"The file {path!r} cannot be written: {error}") from error
     _finish(path)
     report = {**about, "entries": entries, "bytes": os.path.getsize(path)}

@@ -191,7 +191,7 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
 
 
 def _groups(notes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return groups of arrays with attributes, as in an HDF5 file."""
+    """Return the attributes by the parent path of their array, in objects that replace the groups of an HDF5 file."""
     groups: dict[str, dict[str, Any]] = {}
     for path, attributes in notes.items():
         group, _, key = path.rpartition("/")
