@@ -133,7 +133,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
             axis_name=axis_name,
             **with_objects(extensions, torch, old),
         )
-        self._options = options  # before Keras' constructor, because that reads some of them
+        self._options = options  # before Keras' constructor, because that reads some options
         super().__init__(inner_optimizer, name=name)
         refuse_local_gradients_inside(self.inner)
         refuse_accumulation_inside(base_optimizers(self), options.gradient_accumulation_steps)
@@ -255,7 +255,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
         started = self.peers.connected_ranks()
         if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)
-        if runtime.updates_are_stateless:  # a compiled step cannot have raised
+        if runtime.updates_are_stateless:  # raise now, because a compiled step cannot
             self.check_finite()
         else:
             self.pipeline.before_reading()

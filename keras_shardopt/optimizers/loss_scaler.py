@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
 
 _INT = "int"  # the backend's int type, as for Keras' counters
 
-# By name: OpenSeq2Seq's default, the type (an int is not accepted as a float, as there), and the valid range.
+# For each parameter: OpenSeq2Seq's default, the type (as there, a float must not be an int), and the valid range.
 _Rule = tuple[Any, type, Callable[[Any], bool], str]
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
 _DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
@@ -115,7 +115,7 @@ class AutomaticLossScaler:
         self._next = self._backoff if key == "backoff" else self._logmax
         self._variables: list[Variable] | None = None
 
-    # -- the transitions, pure -----------------------------------------------------------------------------------
+    # -- pure functions of the state -----------------------------------------------------------------------------
 
     def initial_state(self) -> list[tuple[str, float, str]]:
         """Returns name, start value and dtype of each scalar of the state. The first scalar is the scale."""
@@ -164,7 +164,7 @@ class AutomaticLossScaler:
         variance = slow_mean_square / (1 - slow_left) - ops.square(slow_mean / (1 - slow_left))
         deviation = ops.sqrt(ops.maximum(variance, ops.zeros_like(variance)))
         exponent = _LOG2_OF_LARGEST - (unbiased + params["overflow_std_dev"] * deviation)
-        # The exponent stays within float32's range; the bounds apply to the power.
+        # The power cannot exceed float32's range, so bound it instead of the exponent.
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
@@ -179,7 +179,7 @@ class AutomaticLossScaler:
         # PyTorch, Keras would copy other numbers to the device and wait.
         return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
-    # -- with state ----------------------------------------------------------------------------------------------
+    # -- methods that read or change the state -------------------------------------------------------------------
 
     def build(self, add_variable: Callable[[str, float, str], Variable]) -> None:
         """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it."""
@@ -216,7 +216,7 @@ class AutomaticLossScaler:
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
-        """Whether a good step would only increment the counter, if that is cheap to check."""
+        """Whether a good step would only increment the counter. False if that is not cheap to check."""
         if self.algorithm != "Backoff":
             return False
         counter = self._state[-1]
@@ -232,7 +232,7 @@ class AutomaticLossScaler:
         return True
 
     def _fast_check(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Like `check_grads`, but with Backoff `amax` of a good step is arbitrary, because the scale ignores it."""
+        """Like `check_grads`, but with "Backoff", `amax` of a good step is arbitrary, because Backoff ignores it."""
         if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
             if _are_surely_finite(grads):
                 return _nothing_found()
@@ -307,7 +307,7 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
                 f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
                 f"Received: {value!r} (of type {type(value).__name__}).{fix}"
             )
-        # The original also fails with a window of 0, but at the first step.
+        # Check ints even if `faithful`: with a window of 0, the original fails too, but at the first step.
         if (kind is int or not faithful) and not sensible(value):
             raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
         checked[name] = kind(value)

@@ -52,7 +52,7 @@ class ScaledUpdate(OptimizerWrapper):
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
             _refuse_several_gradients_inside(self)
-            # Created in the constructor, like Keras' counters: the scale is used before `build`.
+            # Create the variables now, like Keras' counters, because the scale is used before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
 
@@ -122,7 +122,7 @@ class ScaledUpdate(OptimizerWrapper):
         """Returns the unscaled gradients, or `grads` unchanged if the inner update divides them."""
         plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
         if self._unscales_alike:
-            # The dtype of the division in `_unscaled`: in bfloat16, a scale of 1.001 would be 1.
+            # Divide in the dtype that `_unscaled` uses, because a scale of 1.001 would be 1 in bfloat16.
             wide = ["float64" if dtype_of(variables[i]) == "float64" else "float32" for i in plain]
             divisors = {dtype: ops.cast(scale, dtype) for dtype in set(wide)}
             by_place = {i: divisors[dtype] for i, dtype in zip(plain, wide)}
@@ -141,7 +141,7 @@ class ScaledUpdate(OptimizerWrapper):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales, makes the same decision on all replicas, adjusts the scale, and updates unless it overflowed."""
         scale = self._own_scale
-        # A copy, because the variable changes before the division.
+        # Copy the scale, because its variable changes before the division.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         skipped = self._skipped
         if skipped is None or self._is_good(grads, variables):
@@ -155,7 +155,7 @@ class ScaledUpdate(OptimizerWrapper):
         if not is_known or overflows:
             skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
 
-        # The division is inside the branch: arguments of a branch are stored in memory; inside, XLA fuses the division.
+        # Divide inside the branch, because XLA fuses the division there. Arguments of a branch are stored in memory.
         def update(given: Sequence[Any]) -> None:
             *grads, scale = given
             self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
@@ -190,8 +190,8 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # If each replica runs its own program, all must make the same decision, however gradients arrive. If a user
-        # set `gradients=`, that may be wrong or differ between replicas, so they exchange their results.
+        # If each replica runs its own program, all must make the same decision, however gradients arrive. A user's
+        # `gradients=` may be wrong or differ between replicas, so these exchange their results.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (

@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# TensorFlow: losses are watched from the first such optimizer on.
+# On TensorFlow, the first optimizer that reduces gradients starts the recording of divided losses.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []
@@ -18,18 +18,18 @@ _collections: list[weakref.WeakSet[Any]] = []
 
 @contextlib.contextmanager
 def collected() -> Iterator[weakref.WeakSet[Any]]:
-    """Collects the optimizers noted during the block. Weak references: deleted optimizers disappear."""
+    """Collects the optimizers created during the block, in a set of weak references that drops deleted optimizers."""
     found: weakref.WeakSet[Any] = weakref.WeakSet()
     _collections.append(found)
     try:
         yield found
     finally:
-        # By identity: `remove` compares contents, and two collections may be equal.
+        # Compare identities, because `remove` compares contents, and two sets may have equal contents.
         _collections[:] = [other for other in _collections if other is not found]
 
 
 def register_created(optimizer: Optimizer) -> None:
-    """Notes a new or newly prepared optimizer that communicates with other replicas."""
+    """Adds an optimizer that communicates with other replicas to all open `collected` blocks."""
     for found in _collections:
         found.add(optimizer)
     if _watching is not None:

@@ -26,7 +26,7 @@ from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import named_like
 
-# TensorFlow: Keras' own optimizers sum the gradients of replicas.
+# TensorFlow is the backend where Keras' own optimizers sum the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
@@ -113,7 +113,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """True: `build` finds out later which variables get master weights."""
+        """True, because `build` determines later which variables get master weights."""
         return True
 
     @property
@@ -145,8 +145,8 @@ class MixedPrecision(ScaledUpdate):
                 variable.regularizer = _OnMaster(variable.regularizer, self)
 
     def _new_master(self, variable: Variable) -> Variable:
-        # An initializer, not an assignment: TensorFlow may build while it traces a step, and would then repeat the
-        # assignment in every step.
+        # Use an initializer: TensorFlow may build while it traces a step, and would then repeat an assignment in every
+        # step.
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
             return ops.cast(variable, "float32")
 
@@ -189,7 +189,7 @@ class MixedPrecision(ScaledUpdate):
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
-        # TensorFlow builds during the first step. The loss of that step includes the gradients of penalties.
+        # If TensorFlow builds during the first step, that step's loss already contains the gradients of penalties.
         self._penalties_are_in_the_loss = not self.built and self._loss_came_before_build
         super().apply(grads, trainable_variables)
         self._penalties_are_in_the_loss = False
@@ -247,8 +247,8 @@ class MixedPrecision(ScaledUpdate):
 def bfloat16_scope() -> Iterator[None]:
     """A scope in which layers compute in bfloat16: new layers get the "mixed_bfloat16" policy.
 
-    Weights stay float32, and bfloat16 has the range of float32. So any optimizer works, without master weights and
-    loss scale. Leaving the scope restores the previous policy.
+    Weights stay float32, and bfloat16 has the range of float32. So any optimizer works, without master weights or
+    loss scaling. Leaving the scope restores the previous policy.
 
     Example:
         >>> import keras, keras_shardopt as ks

@@ -13,7 +13,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class ReportsNonFinite(OptimizerWrapper):
-    """Counts and names the updates that a `SkipNonFinite` stage skips, and raises with `on_nonfinite="raise"`."""
+    """Reports the updates that a `SkipNonFinite` stage skips, and raises for them with `on_nonfinite="raise"`."""
 
     on_nonfinite: str
     _nonfinite: SkipNonFinite | None

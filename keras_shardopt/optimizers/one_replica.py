@@ -1,4 +1,4 @@
-"""A shortcut for one replica: `CrossShard` without further options calls the inner optimizer."""
+"""A shortcut for one replica: a `CrossShard` without further options directly calls the inner optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OneReplicaShortcut:
     """Makes an update of a `CrossShard` one call of the inner optimizer if one replica has nothing else to do."""
 
     _is_idle = False
-    """Whether a single replica has nothing to do before the inner optimizer. Set by `build`."""
+    """Whether a single replica can call the inner optimizer directly. Set by `build`."""
 
     def build(self: Any, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""

@@ -1,8 +1,8 @@
 """Optimizer state in slices of equal length, for replicas that run one program with copies of each variable.
 
-Hides the layout of slices. Each trainable variable is flattened, zero-padded and split into one slice per replica. The
-inner optimizer is built on stand-ins with the length of a slice. Each replica's copy of a stand-in, and of its state,
-has the values of another slice. So all replicas run the same program with the same shapes.
+Each trainable variable is flattened, zero-padded and split into one slice per replica. The inner optimizer is built on
+stand-ins: variables with the length of a slice, in place of the weights. Each replica's copy of a stand-in, and of its
+state, has the values of another slice. So all replicas run the same program with the same shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PaddedShards(OneProgramShards):
     """Divides each variable into slices of equal length, one per replica of this program.
 
     Raises:
-        ValueError: if an optimizer inside cannot update every variable in parts.
+        ValueError: if a wrapped optimizer cannot update every variable in parts.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:

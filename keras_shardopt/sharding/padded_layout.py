@@ -1,8 +1,8 @@
-"""Optimizer state laid out over the devices of one program, including variables without a divisible dimension.
+"""Optimizer state laid out over the devices of one program, also if no dimension of a variable is divisible.
 
 JAX divides an array only along a dimension that is a multiple of the number of devices. Other variables get a stand-in:
-the elements and padding in one row per replica. The inner optimizer is built on the stand-ins, so its state has their
-shape and is divided by rows. Files contain the shape of the variable.
+a variable with the same elements and padding, one row per replica. The inner optimizer is built on the stand-ins, so
+its state has their shape and is divided by rows. Files contain state in the shape of the variable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
 _MAX_OVER_IDEAL = 1.02
-"""The largest share, relative to an equal share, for which variables are not padded."""
+"""If no replica holds more than this multiple of an equal share, variables are not padded."""
 
 
 class PaddedLayout(OneProgramShards):
@@ -47,7 +47,7 @@ class PaddedLayout(OneProgramShards):
         """Return whether each variable can be updated in another shape."""
         try:
             return are_elementwise_inside(optimizer, self.variables)
-        except ValueError:  # the update depends on several variables, as layouts permit
+        except ValueError:  # the update depends on several variables, so it cannot be padded
             return [False for _ in self.variables]
 
     def _stand_in(self, i: int) -> Variable:
@@ -62,7 +62,7 @@ class PaddedLayout(OneProgramShards):
         """Return a flat tensor with padding, in one row per replica."""
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
-        # Give every layout explicitly: otherwise XLA moves elements between devices to reshape them.
+        # Give every layout explicitly, because XLA would otherwise move elements between devices in the reshape.
         rows = ops.reshape(ops.pad(self._laid_out(flat, False), (0, missing)), (self.num_replicas, length))
         return self._laid_out(rows, True)
 
@@ -84,7 +84,7 @@ class PaddedLayout(OneProgramShards):
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return gradients in the shapes of the stand-ins. The reduction may have done so already."""
+        """Return gradients in the shapes of the stand-ins. The reduction has already changed some."""
         inside = self.inside(variables)
         return [
             grad

@@ -25,9 +25,9 @@ class Piece:
 def divide(sizes: Sequence[int], may_split: Sequence[bool], num_replicas: int) -> list[list[Piece]]:
     """Divide variables among replicas as evenly as possible.
 
-    Variables that must stay whole go first, from large to small, each to the replica with the least. The rest, joined
-    to one long vector, then fills the replicas up to an equal level. So with enough splittable variables, no replica
-    has more than an equal share, rounded up to an element. No replica has more than one piece of a variable.
+    Variables that must stay whole go first, from large to small, each to the replica with the fewest elements. The
+    others, joined to one long vector, then fill the replicas up to an equal level. So with enough splittable variables,
+    no replica has more than an equal share, rounded up to an element. No replica has more than one piece of a variable.
 
     Args:
         sizes: the number of elements of each variable.
@@ -59,7 +59,7 @@ def divide(sizes: Sequence[int], may_split: Sequence[bool], num_replicas: int) -
 
 
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:
-    """Return the part of `amount` for each replica that makes the loads as equal as possible."""
+    """Divide `amount` among replicas so their total loads are as equal as possible. Return each replica's part."""
     low, high = min(loads), max(loads) + amount
     while low < high:  # find the lowest level with enough room
         level = (low + high) // 2

@@ -19,17 +19,18 @@ class MemoryReport:
     """
 
     held: list[int | None]
-    """Bytes by replica; None if this process cannot compute them (Adafactor's rows and columns on other replicas)."""
+    """Bytes on each replica. None if unknown to this process, because only the other replica has the state's shape
+    (Adafactor's factors)."""
 
     whole: int
-    """Bytes of all state. If `held` is equal, nothing is divided."""
+    """Bytes of all state. If each replica holds as many, nothing is divided."""
 
     replicated: list[tuple[str, int, str]]
     """State that each replica holds whole: the path, its bytes, and the reason."""
 
     @property
     def ideal(self) -> float:
-        """An equal share of all state."""
+        """The bytes on each replica if all state were divided equally."""
         return self.whole / len(self.held)
 
     @property

@@ -28,11 +28,11 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 # Small to large, to reach values within and beyond thresholds.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)
 _TOLERANCE = 1e-4
-"""Relative to the update. Sums over a variable, or over all variables, differ from sums over parts by far more."""
+"""Relative to the update. If an update depends on a sum over a variable or over all, the difference is far larger."""
 
 
 def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
-    """Return whether each variable can be updated in parts. Otherwise it can be updated whole, independently.
+    """Return whether each variable can be updated in parts. If not, it can be updated whole, without the others.
 
     Args:
         optimizer: an optimizer with an update rule, before its build. It is not changed.
@@ -43,7 +43,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list
     """
     probes = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
     whole = _Run(optimizer, [[probe.whole] for probe in probes])
-    # The added variable is large, and gives a single variable a second one to depend on.
+    # The added variable has large values, and makes two variables of one, so any dependence shows.
     extra = _Probe(variables[0], len(variables), scale=50.0)
     with_extra = _Run(optimizer, [[probe.whole] for probe in [*probes, extra]])
     alternating = [
@@ -58,7 +58,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list
         and halves.slots_are_shaped[i]
         for i in range(len(probes))
     ]
-    # The owner of non-scalar state without a variable is unknown.
+    # Arrays of state that belong to no variable have no owner, so nothing can be split.
     all_owned = all(not shape for shape in halves.shared_shapes)
     kinds: dict[Any, bool] = {}
     for i, probe in enumerate(probes):
@@ -109,7 +109,7 @@ def _has_state_like_small_ones(optimizer: Optimizer, probe: _Probe, slot_names: 
 
 
 def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
-    """Return whether all optimizers inside can update each variable in parts. See `are_elementwise`."""
+    """Return whether all wrapped optimizers can update each variable in parts. See `are_elementwise`."""
     leaf = base_optimizers(optimizer)[0]
     units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
     found = are_elementwise(leaf, variables)
@@ -165,7 +165,7 @@ def keep_exclusions(
 
 
 def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-    """Whether its state is initialized from the weights, so replicas must start with equal weights."""
+    """Whether the optimizer initializes state from the weights, so replicas must start with equal weights."""
     run = _Run(
         optimizer, [[_Probe(v, i).whole] for i, v in enumerate(variables) if not overwrites_variable(v)], num_steps=0
     )
@@ -173,7 +173,7 @@ def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
 
 
 def first_state(optimizer: Optimizer, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the initial state of such an optimizer, built on variables like these with these values."""
+    """Return the initial state of a fresh copy of the optimizer, built on variables like these with these values."""
     fresh = _fresh(optimizer)
     with empty_name_scope():
         fresh.build([_variable_with(variable, array) for variable, array in zip(variables, values)])
@@ -238,7 +238,7 @@ class _Run:
             fresh.apply([ops.convert_to_tensor(grads[i][step]) for i in chosen], [flat[i] for i in chosen])
             for effects, old, each in zip(self.effects, before, made):
                 effects.append(_joined(each) - old)
-        # State shows differences that updates hide: they may use signs only, or be too small to change a weight.
+        # Compare state too: updates hide differences if they use only signs, or are too small to change a weight.
         for effects, slots in zip(self.effects, self._slots):
             effects += [_joined_slot(parts) for parts in slots]
         self.state = [np.array(ops.convert_to_numpy(v), "float64") for v in fresh.variables]
@@ -280,10 +280,10 @@ def _fresh(optimizer: Optimizer, **changes: Any) -> Any:
     kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keras warns of rates that it cannot store
+            warnings.simplefilter("ignore")  # Keras warns of learning rates that it cannot store
             config = optimizer.get_config()
         return kind.from_config({**config, **{key: value for key, value in changes.items() if key in config}})
-    except Exception as error:  # users may write both methods
+    except Exception as error:  # users' `get_config` and `from_config` may raise anything
         raise ValueError(
             "`shard_state=True` tests a copy of the optimizer, so it must be possible to create it from its config. "
             f"Received: {kind.__name__}, which fails with {type(error).__name__}: {error}. "

@@ -35,7 +35,7 @@ _SAVE_TOGETHER = (
 
 
 class ShardedState(OptimizerWrapper):
-    """Divides state: as `FlatShards` among processes, as `PaddedShards` in a program, or by a layout of arrays."""
+    """Divides state: among processes (`FlatShards`), among replicas of one program (`PaddedShards`), or by a layout."""
 
     axis_name: str
     shard_state: bool
@@ -61,7 +61,7 @@ class ShardedState(OptimizerWrapper):
             placement.place([v for v in self.variables if id(v) not in own], "sharded")
 
     def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
-        """Raise ValueError if these replicas cannot hold the existing parts, or lay them out."""
+        """Raise ValueError if these replicas do not fit the division of the state."""
         if self._shards is not None and not self._shards.lays_out:
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
@@ -229,7 +229,7 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
     chain = [optimizer, *descendants(optimizer)]
     if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
-        return None  # averages keep the shapes of the weights, because callbacks swap them in
+        return None  # callbacks swap averages in, so these need the shapes of the weights
     if model_compiled_with(optimizer) is None:
         return None  # a model with several optimizers may store their variables itself
     return PaddedLayout(optimizer, variables, num_replicas)

@@ -1,4 +1,4 @@
-"""The common base of divided state: a stand-in for each trainable variable, and the variable of each slot.
+"""The common base of divided state: which part of each variable a replica updates, and the variable of each slot.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
@@ -27,7 +27,9 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class Shards(abc.ABC):
-    """Divides trainable variables among replicas. The inner optimizers are built on stand-ins for this replica's parts.
+    """Divides trainable variables among replicas.
+
+    The inner optimizers are built on stand-ins: variables that contain only this replica's part of each weight.
 
     Args:
         optimizer: the `CrossShard`, around optimizers that are not built.
@@ -63,7 +65,7 @@ class Shards(abc.ABC):
         (self._leaf,) = base_optimizers(optimizer)
         self._key = optimizer._var_key
         self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
-        # By id of a slot, the position of its variable. Filled after the build of the inner optimizers.
+        # Maps the id of a slot to the position of its variable. Filled after the build of the inner optimizers.
         self._slots: dict[int, int] = {}
 
     def _position(self, variable: Variable) -> int:
@@ -117,7 +119,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Let `inner` set the final values of the weights. With one program, call it outside of the replicas."""
+        """Make `inner` set the final values of the weights. If one program runs all replicas, call it outside."""
 
     @abc.abstractmethod
     def is_divided(self, variable: Variable) -> bool:
@@ -125,11 +127,11 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of the whole of this state, as in files; None if only its owner has it."""
+        """Return the shape of this state in files, undivided; None if only the replica that owns the state has it."""
 
     @abc.abstractmethod
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the whole of this state. All replicas call it together, and each receives it."""
+        """Return this state, undivided. All replicas call it together, and each receives the array."""
 
     @abc.abstractmethod
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
@@ -137,11 +139,11 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign this replica's part of the whole array."""
+        """Assign this replica's part of an undivided array."""
 
     @abc.abstractmethod
     def check_start(self, iterations: int) -> None:
-        """Check that the parts of the state belong together. All replicas call it before the first update.
+        """Check that all parts of the state are from the same update. All replicas call it before the first update.
 
         Raises:
             ValueError: on all replicas, if their numbers of updates differ, or their weights if state depends on them.
@@ -150,7 +152,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Return the bytes of this state on each replica, as far as this one can compute them."""
+        """Return the bytes of this state on each replica, as far as this replica can compute them."""
 
 
 class OneProgramShards(Shards):
@@ -166,7 +168,7 @@ class OneProgramShards(Shards):
         return tuple(whole.shape)
 
     def check_start(self, iterations: int) -> None:
-        del iterations  # one program holds all parts, and has loaded all of them
+        del iterations  # one program has loaded all parts, so they belong together
 
 
 def flat_range(array: Any, start: int, stop: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The slices of variables, and of their optimizer state, that one process updates for all replicas.
 
-Hides the layout of slices in messages between replicas. The inner optimizer is built on a stand-in for each trainable
+This module hides the layout of slices in messages. The inner optimizer is built on a stand-in for each trainable
 variable: this replica's slice, the variable itself if the replica owns it whole, or an empty variable if other replicas
 own it. So each replica has the same list of state variables, and joining them over replicas gives the whole state.
 
@@ -44,10 +44,10 @@ BARRIER_SECONDS = 60.0
 """The seconds that a saving replica waits until the other replicas save too."""
 
 _MAX_ELEMENTS_SENT = 2**22
-"""The number of state elements per message when a whole array is joined, which limits extra memory."""
+"""The most state elements per message when replicas join the slices of an array. A limit saves memory."""
 
 _MAX_IMBALANCE = 1.25
-"""The limit of the largest share over the mean share. Above it, replicas do not send chunks of equal length."""
+"""If the largest share exceeds this multiple of the mean share, replicas do not send chunks of equal length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FlatShards(Shards):
     """Slices of flattened variables, for replicas that are processes.
 
     Raises:
-        ValueError: if an optimizer inside can be divided neither by element nor by variable.
+        ValueError: if the state of a wrapped optimizer can be divided neither by element nor by variable.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], replicas: Communicator) -> None:
@@ -118,11 +118,11 @@ class FlatShards(Shards):
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
         self._find_slots(optimizer)
-        # Optimizers that need whole variables may have unnamed state. The replica with its elements owns it.
+        # Optimizers that need whole variables may have unnamed state. The replica with elements of that state owns it.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
         self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of next values
-        self._copy_in()  # frees the memory of the initial stand-ins
+        self._copy_in()  # makes stand-ins share memory with weights, which frees their first memory
 
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots
@@ -242,8 +242,8 @@ class FlatShards(Shards):
         self._all_gather_weights(runtime.communicator(self._axis_name))
 
     def _with_own_elements(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        # Element-wise updates of empty stand-ins cost next to nothing. Others take as many calls as full matrices.
-        # (Keras cannot apply weight decay to an empty list.)
+        # Keep empty stand-ins if updates are element-wise, because these are cheap. Other updates run as many
+        # kernels for an empty matrix as for a full one, so drop it. But Keras cannot decay an empty list of variables.
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
@@ -262,7 +262,7 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
-        # All replicas run the same collectives in the same order, even one with weights moved out of the flat memory.
+        # All replicas run the same collectives in the same order, even if one's weights have left the flat memory.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []
         for bucket, weights in zip(self._buckets, self._flat_weights):
@@ -346,7 +346,7 @@ class FlatShards(Shards):
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            # A scalar of the variable. This decision must not depend on this replica's part.
+            # The state is one scalar per variable. All replicas must decide alike, whatever their part.
             if not tuple(variable.shape) and (self._may_split[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_split[i]:
@@ -378,7 +378,7 @@ class FlatShards(Shards):
         elif shape and self._may_split[i]:
             shape, is_owner = tuple(self.variables[i].shape), i in self._own_pieces
             start = self._own_pieces[i].start if is_owner else 0
-        else:  # of a variable that one replica updates, or a number of a variable
+        else:  # state of a variable that one replica updates, or a scalar
             start, is_owner = 0, self._owners[i][0][0] == self.replica_id
             shape = shape if is_owner or not shape else self.stored_shape(variable)
         values = np.array(ops.convert_to_numpy(variable)).reshape(-1) if is_owner else None
@@ -436,7 +436,7 @@ def _buckets(
     for dtype, same_dtype in by_dtype.items():
         num_bytes = [size_of(variables[i]) * item_size(variables[i]) for i in same_dtype]
         members: Iterable[Sequence[int]] = [range(len(same_dtype))]
-        # Undivided variables need all variables in one bucket for an even division.
+        # If some variables stay whole, only one bucket with all variables can be divided evenly.
         if all(may_split[i] for i in same_dtype):
             # Backward passes compute the last gradients first.
             limit = largest_bucket(sum(num_bytes), bucket_bytes)

@@ -219,7 +219,7 @@ class Accumulation(Stage):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next micro-batch is the last of its window; False if Python does not run in each step (compiled)."""
+        """Whether the next micro-batch is the last of its window; False if Python does not run in each step."""
         if self._ends is not None:
             return self._ends
         version = runtime.version(self.counter)

@@ -19,31 +19,31 @@ class Wrapping:
     _rollback: Any
 
     _needs_global_gradients: bool = False
-    """Whether it reads gradients, so any optimizer that makes them global must be around it and not inside it."""
+    """Whether this optimizer needs the gradients of all replicas, so `CrossShard` must be around it, not inside it."""
 
     _makes_gradients_global: bool = False
-    """Whether gradients inside it are global: those of all replicas, or all towers."""
+    """Whether the optimizers inside receive global gradients: those of all replicas, or all towers."""
 
     _keeps_state: bool = False
-    """Whether it has its own variables, in addition to those of the inner optimizer."""
+    """Whether this wrapper has its own variables, in addition to those of the inner optimizer."""
 
     _skips_overflows: bool = False
-    """Whether it skips updates with gradients that are not finite."""
+    """Whether this optimizer skips updates if gradients overflow (loss scaling)."""
 
     _shard_unit: Literal["element", "variable"] | None = None
-    """The smallest unit of gradients that it can process correctly; None if it needs all gradients whole."""
+    """The smallest part of the gradients that this wrapper can process alone; None if it needs all gradients whole."""
 
     _sums_over_slices: bool = False
-    """Whether it sums over all elements. With divided state, it sums slice by slice."""
+    """Whether this wrapper sums over all elements, slice by slice if the state is divided."""
 
     _takes_penalties: bool = False
-    """Whether it adds the gradients of regularizers itself."""
+    """Whether this wrapper adds the gradients of regularizers itself."""
 
     _scales_loss: bool = False
-    """Whether it scales the loss and unscales the gradients itself."""
+    """Whether this wrapper scales the loss and unscales the gradients itself."""
 
     _may_skip_updates: bool = False
-    """Whether it skips updates with gradients that are not finite, itself and for any reason."""
+    """Whether this optimizer itself may skip updates with nonfinite gradients, for any reason."""
 
 
 def innermost(optimizer: object) -> Any:
@@ -159,7 +159,7 @@ def shared_variables(optimizer: Optimizer) -> list[Variable]:
 
 
 def scales_loss(optimizer: Optimizer) -> bool:
-    """Whether it itself scales the loss and unscales the gradients."""
+    """Whether the optimizer itself, not one inside it, scales the loss."""
     return getattr(optimizer, "_scales_loss", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 

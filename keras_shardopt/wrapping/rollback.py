@@ -59,13 +59,13 @@ class Rollback:
         self.variables: list[Variable] = changed_by_forward_passes(models)
         """The variables to restore."""
         # The variables saved so far, and their entries. A step of `fit` saves them all at once when it begins. That
-        # takes a fraction of the time of separate saves, a difference that small models would feel.
+        # takes a fraction of the time of separate saves, and the difference matters for small models.
         buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # their assignments cannot be hooked
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` at the start of the window, for traced steps."""
-        runs_each_step = runtime.version(optimizer._iterations) is not None  # Python does, so it can count
+        runs_each_step = runtime.version(optimizer._iterations) is not None  # Python runs in each step, so it can count
         if accumulators is not None and not runs_each_step and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
@@ -85,7 +85,7 @@ class Rollback:
         return _Stamp(stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
-        """Finish after `optimizer` has updated, skipped the update, or added to a window."""
+        """Restore variables if `optimizer` has skipped the update. Otherwise discard or keep the saved values."""
         if optimizer._collects or _more_gradients_follow.get():
             return
         after, window = stamp(optimizer._iterations), self.accumulators
@@ -114,7 +114,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # The counter is local to a replica if replicas inside this optimizer decide on updates separately.
+        # If replicas decide on updates separately, each has its own update counter.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)
@@ -205,7 +205,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """Count no update as skipped during the block if more gradients follow before the next update."""
+    """If `more_comes`, gradients of the same update follow, so do not treat it as skipped during the block."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -227,7 +227,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
     accumulators = None if accumulating is None else accumulating.accumulation
-    # An inner rollback may lack the window or, with divided state, the model.
+    # Keep an inner rollback only if it has the same accumulation and has found the model's variables.
     for rollback in made:
         if rollback.variables and rollback.accumulators is accumulators:
             return rollback
@@ -240,12 +240,12 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
 
 
 def may_skip_updates(optimizer: Optimizer) -> bool:
-    """Whether it skips updates with gradients that are not finite, itself."""
+    """Whether the optimizer itself, not one inside it, may skip updates with nonfinite gradients."""
     return getattr(optimizer, "_may_skip_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 class _Stamp:
-    """Hides a value from torch.compile, which would compile anew for each number."""
+    """Hides a number from torch.compile, because that would compile anew for each value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -304,7 +304,7 @@ def statistics_in(models: Sequence[Any]) -> list[Variable]:
 class _RollsBackStateless(keras.Model):
     """A model with rollback, for steps that return all state."""
 
-    is_outermost = True  # it needs the state that the whole step returns
+    is_outermost = True  # `train_step` here needs the state that the whole step returns
 
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
@@ -354,7 +354,7 @@ class _SavedValues(threading.local):  # TensorFlow's replicas are threads
         call = global_state.get_global_attribute("current_call_ctx")
         if call is None:
             if id(variable) in self.values and not in_stateless_scope():
-                del self.values[id(variable)]  # an assignment outside of layers must last
+                del self.values[id(variable)]  # an assignment outside of layers must survive a rollback
             return
         value = self.of(variable)
         if value is None or not _is_usable(value):
@@ -414,7 +414,7 @@ def save_before_assignment(variable: Variable) -> None:
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Replace `keras.Variable.assign`."""
-    # Compiled code without Python has no concrete values to save.
+    # In compiled code on other backends than TensorFlow, there is no concrete value to save.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _saved.before_assignment(variable)
     if _before_assignment is not None and global_state.get_global_attribute("current_call_ctx") is not None:
@@ -423,6 +423,6 @@ def _assign(variable: Variable, value: Any) -> Tensor:
 
 
 def assign_saved(variable: Variable, value: Any) -> None:
-    """Assign a forward pass's result that it returned instead of assigning it. Save the previous value."""
+    """Assign a value that a forward pass returned instead of assigning it. Save the previous value."""
     save_before_assignment(variable)
     _assign_in_keras(variable, value)

@@ -1,6 +1,6 @@
 """The state of an optimizer by variable and slot name, with the interface of TensorFlow 1.
 
-Hides that slots are found by name only: `add_variable_from_reference` derives the name from the variable's path.
+Slots can be found only by name: `add_variable_from_reference` derives the name from the variable's path.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
@@ -78,8 +78,8 @@ class SlotAccess:
 
 def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
     """Yield the variable's position, the slot's name and the slot, for all slots of an optimizer."""
-    # Variables may share a path; their slots are created in the same order. The longest prefix is the right one:
-    # "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
+    # Variables may share a path; their slots are created in the order of the variables. If several prefixes match, use
+    # the longest: "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
     prefixes: dict[str, list[int]] = {}
     for position, variable in enumerate(variables):
         prefixes.setdefault(slot_prefix(variable), []).append(position)

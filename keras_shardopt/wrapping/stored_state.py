@@ -40,16 +40,16 @@ class DividedState(Protocol):
     """State divided among replicas."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of the whole; None if only another replica has it."""
+        """Return the shape of the undivided state; None if only another replica has the state."""
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the whole. All replicas call it together."""
+        """Return the undivided state. All replicas call it together."""
 
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
         """Return the parts that this process saves in a sharded checkpoint."""
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign this replica's part of the whole."""
+        """Assign this replica's part of an undivided array."""
 
 
 class StoredOptimizer(Optimizer, Protocol):
@@ -74,14 +74,14 @@ def load(optimizer: StoredOptimizer, store: Any) -> None:
     state = optimizer._inner_state
     if not optimizer.built:
         arrays = _LoadedArrays(store)
-        # A never built optimizer stores only its learning rate and a counter of 0, and both can be assigned at once.
+        # The file of an optimizer before its build has only a counter of 0 and the learning rate. Assign both now.
         fresh = len(arrays) == len(state) and not np.any(arrays.get("0", 0))
         if not fresh:
             optimizer._loaded = arrays
             build_for_its_model(optimizer, arrays.metadata)
             return
     elif len(state) > 2 and _was_never_built(store):
-        return  # `load_model` has built this optimizer with the same learning rate
+        return  # nothing to load: `load_model` has created this optimizer with the stored learning rate
     _check_fits(optimizer, store, state)
     _check_names(optimizer, store)
     optimizer._load_inner(store)
@@ -129,7 +129,7 @@ def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Varia
 
 
 def _lazily(store: Any, key: str) -> Any:
-    """Return an array of a store. That of a sharded checkpoint is not read yet."""
+    """Return an array of a store. An array of a sharded checkpoint is read later, at its first use."""
     return store.stored(key) if hasattr(store, "stored") else store[key]
 
 
@@ -162,7 +162,7 @@ def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
 
 
 def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
-    """Return, by key of an array in files, the layer, the variable and the slot name."""
+    """Map the key of each slot's array in files to a text with the layer, the variable and the slot's name."""
     if not optimizer.built:
         return {}
     variables = optimizer._trainable_variables
@@ -187,7 +187,7 @@ def _layer_and_name(variable: Variable) -> str:
 
 
 def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
-    # Keras only warns, and trains with a fresh optimizer: the loss jumps without an obvious cause.
+    # Raise, because Keras only warns and trains with a fresh optimizer: the loss jumps without an obvious cause.
     if len(store.keys()) != len(variables):
         raise ValueError(
             f"The stored state must have {len(variables)} arrays, one for each of "
@@ -218,12 +218,12 @@ def check_groups(own: Any, stored: Any) -> None:
 def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     """Raise ValueError if arrays of the right shapes belong to other variables or another optimizer."""
     mine, kind = own.slots, own.kind
-    # Older files lack the class, and the numbers in their names may differ even in names given by users.
+    # Older files lack the optimizer's class. For these, ignore all numbers in names, even in names given by users.
     comparable = without_counters if metadata.kind else without_numbers
     keys = [key for key in mine if key in metadata.slots]
     found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (metadata.slots, mine))
     differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
-    # A program may number its layers. The same names in another order mean another architecture.
+    # If a program numbers its layers, names may differ in the numbers. But equal names in another order are an error.
     counted = [[_comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
@@ -258,7 +258,7 @@ class _Metadata(NamedTuple):
     """Attributes of a file that describe an optimizer's arrays."""
 
     slots: dict[str, str]
-    """By key of an array, for some of them: the layer, the variable and the slot name."""
+    """Maps the keys of slots' arrays to texts with the layer, the variable and the slot's name."""
 
     kind: str | None
     """The class of the innermost optimizer."""

@@ -1,6 +1,6 @@
 """A Keras optimizer around another one, with the interface and the files of the inner one.
 
-Hides how Keras, its callbacks and its saver use an optimizer: forwarding, building, stateless updates, files. A
+The base class handles all that Keras, callbacks and the saver expect: forwarding, build, stateless updates, files. A
 concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass it further; wrap it instead. Hooks
 for this package begin with an underscore, so `help` lists only members for users.
 
@@ -67,7 +67,7 @@ def _of_innermost(name: str, default: Any) -> property:
     """Return a property that reads and writes `name` of the innermost optimizer."""
 
     def read(self: OptimizerWrapper) -> Any:
-        # The base class's constructor reads and writes these before an inner optimizer exists.
+        # Keras' constructor reads and writes these attributes before an inner optimizer exists.
         return getattr(innermost(self), name, default) if self._inner else default
 
     def write(self: OptimizerWrapper, value: Any) -> None:
@@ -140,7 +140,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self._rollback: Rollback | None = None
         self._collects = False
         if any(map(may_skip_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
-            save_before_assignments()  # now, because the first forward pass precedes the first update
+            save_before_assignments()  # not in `build`, because the first forward pass may precede it
 
     # -- hooks of concrete wrappers ------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         if self.built:
             return
         variables = list(variables)
-        if _is_in_loss_scaling("build"):  # a `MultiOptimizer` is between it and this wrapper
+        if _is_in_loss_scaling("build"):  # the loss scaling is around a `MultiOptimizer`
             self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
@@ -238,7 +238,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer."""
-        # With the name `inner_optimizer`, Keras' callbacks would unwrap one level and miss the innermost optimizer.
+        # It is not named `inner_optimizer`, because Keras' callbacks would then unwrap just one level of wrappers.
         return self._inner[0]
 
     @property
@@ -247,7 +247,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         if not self._inner:
             return self._variables[:]
         own = [v for wrapper in self._wrappers for v in wrapper._variables]
-        # A compiled step carries the temporary variables of an observer. Files exclude them.
+        # A compiled step also needs the temporary variables of an observer. Files exclude them.
         watched = [(w, w._observer) for w in self._wrappers if w._observer is not None]
         return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
 

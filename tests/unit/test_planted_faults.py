@@ -1190,7 +1190,7 @@ FAULTS = [
     ),
     fault(
         "wrapping/rollback.py",
-        "                del self.values[id(variable)]  # an assignment outside of layers must last",
+        "                del self.values[id(variable)]  # an assignment outside of layers must survive a rollback",
         "                pass",
         "promises/test_skipped_updates_leave_nothing.py::"
         "test_what_others_set_between_a_forward_pass_and_its_update_stays",
