@@ -407,7 +407,7 @@ def test_a_save_of_an_interrupted_fit_is_kept(tmp_path):
     newest = saves.complete_saves(str(tmp_path))[-1]
     found = []
     seen = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: found.append(saves.complete_saves(str(tmp_path)))
+        on_train_batch_end=lambda *_, **__: found.append(saves.complete_saves(str(tmp_path)))
     )
     fitted(model, save, seen, epochs=1)
     assert newest in found[0]
