@@ -188,7 +188,7 @@ def _are_several() -> bool:
 
 
 def _is_for_this_process(callback: Any) -> bool:
-    """Whether a callback runs on this process. Also mixes in the class of `_TOGETHER`, if the callback needs it."""
+    """Return whether a callback runs on this process. If it is a key in `_TOGETHER`, mix in the class given there."""
     if isinstance(callback, _WRITERS) and not is_chief():
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):

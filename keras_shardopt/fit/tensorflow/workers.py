@@ -207,8 +207,8 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
     def _get_iterator(self) -> Any:
         if self._is_divided:
             return self._distributed_dataset
-        # Arrays and datasets: read the dataset that Keras has made. Another dataset would draw another order, because
-        # TensorFlow draws when an iterator is created.
+        # For arrays and datasets, create TensorFlow's iterator here, as Keras does, because it draws the order when it
+        # is created. (Keras creates one more iterator than it uses.)
         drawn = isinstance(self.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
         batches = iter(self._distributed_dataset) if drawn else self.data_adapter.get_numpy_iterator()
         if self._call.is_alone:

@@ -181,7 +181,7 @@ class Session:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
-            seed_per_rank(self.ranks.world, [])  # again, because the program may have set PyTorch's seed since `fit`
+            seed_per_rank(self.ranks.world, [])  # again: the program may have set PyTorch's seed since the last `fit`
         plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
@@ -309,7 +309,8 @@ class Session:
     def _can_wait(self, phase: Phase) -> bool:
         """Whether a step can begin before `confirm`, because it exchanges no tensors before its loss."""
         if self._waits is None:
-            # A custom step possibly never calls `compute_loss`, and so `confirm`. Compiled steps must not contain it.
+            # A custom step possibly never calls `compute_loss`, so nothing would call `confirm`. A compiled step must
+            # not contain that call.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
