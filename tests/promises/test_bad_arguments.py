@@ -30,6 +30,11 @@ def a_model():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
+@functools.cache
+def a_checkpoint():
+    return ks.save_sharded(a_model(), "checkpoint")
+
+
 def prints():
     pathlib.Path("prints").write_text('{"variables": []}\n{"update": 1, "fingerprints": []}\n')
     return "prints"
@@ -56,6 +61,7 @@ VALID = {
     "callbacks.CheckReplicas": dict,
     "callbacks.Fingerprints": lambda: {"filepath": "prints"},
     "callbacks.ModelCheckpoint": lambda: {"filepath": "model.keras"},
+    "callbacks.ShardedCheckpoint": lambda: {"directory": "checkpoints"},
     "callbacks.StopOnNonFinite": dict,
     "callbacks.SyncReplicas": dict,
     "callbacks.TrainingSummaries": lambda: {"log_dir": None},
@@ -66,8 +72,10 @@ VALID = {
         "grads_and_vars": [(keras.ops.ones(2), keras.Variable([1.0, 2.0]))],
         "clip_gradients": 1.0,
     },
+    "consolidate": lambda: {"path": a_checkpoint(), "filepath": "model.keras"},
     "data_parallel": dict,
     "get_regularization_loss": lambda: {"model": keras.layers.Dense(1)},
+    "load_sharded": lambda: {"model": a_model(), "path": a_checkpoint()},
     "optimize_loss": lambda: {
         "loss": lambda x: x,
         "optimizer": "SGD",
@@ -77,6 +85,7 @@ VALID = {
     "prepare": lambda: {"model": None},  # there is no right one that could be made so often
     "replicate": lambda: {"step": lambda data: {}, "num_towers": 2},
     "save_model": lambda: {"model": a_model(), "filepath": "model.keras"},
+    "save_sharded": lambda: {"model": a_model(), "directory": "checkpoints"},
     "save_weights": lambda: {"model": a_model(), "filepath": "model.weights.h5"},
     "schedules.CosineDecay": decaying,
     "schedules.ExpDecay": in_schedules(learning_rate=0.1, decay_steps=5, decay_rate=0.5, use_staircase_decay=False),
@@ -199,7 +208,7 @@ def test_bad_arguments_are_named(name, data):
     before = state(), None if inner is None else shown(inner)
     try:
         function(**arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
         message = str(error)
         wrong = [*chosen, "model"] if name == "prepare" else chosen  # of which the table has no right one
         assert any(f"`{parameter}" in message for parameter in wrong), message

@@ -14,6 +14,8 @@ import h5py
 import numpy as np
 
 from keras_shardopt.checkpoint.atomic_file import Unfinished
+from keras_shardopt.checkpoint.saving import local_path
+from keras_shardopt.checkpoint.sharded import check_directory
 from keras_shardopt.checkpoint.sharded.pieces import PIECE_BYTES, Checkpoint, StoredArray
 from keras_shardopt.checkpoint.sharded.saves import newest
 
@@ -36,7 +38,9 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
             replaced in one step.
 
     Raises:
-        ValueError: if `filepath` has another ending, or Keras could not serialize the model (".keras" only).
+        TypeError: if an argument is not a path.
+        ValueError: if a path is not local, `filepath` has another ending, or Keras could not serialize the model
+            (".keras" only).
         FileNotFoundError: if no complete checkpoint exists.
         OSError: if the checkpoint is damaged, or the file cannot be written.
 
@@ -51,10 +55,8 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         >>> type(keras.saving.load_model(os.path.join(directory, "model.keras")).optimizer).__name__
         'Adam'
     """
-    target = os.fspath(filepath)
-    if not target.endswith(_SUFFIXES):
-        raise ValueError(f"`filepath` must end in '.keras' or '.weights.h5'. Received: filepath={filepath!r}")
-    checkpoint = newest(os.fspath(path))
+    target = local_path(filepath, _SUFFIXES)
+    checkpoint = newest(check_directory("path", path))
     config = checkpoint.manifest["config"]
     if target.endswith(".keras") and config is None:
         raise ValueError(

@@ -169,7 +169,7 @@ def newest(path: str) -> Checkpoint:
     """
     folders = [path] if is_complete(path) else complete_saves(path)
     if not folders:
-        raise FileNotFoundError(f"There must be a complete sharded checkpoint. Received: {path!r}, which has none.")
+        raise FileNotFoundError(f"`path` must have a complete sharded checkpoint. Received: path={path!r}")
     return Checkpoint(folders[-1])
 
 
