@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -92,6 +93,16 @@ def real(
         rule = " and ".join([*bounds, *(["finite"] if finite else [])]) or "a number"
         raise ValueError(_message(f"`{name}` must be {rule}", name, value, fix))
     return float(value)
+
+
+def local_path(name: str, value: Any) -> str:
+    """Return a path as a str. Raise TypeError or ValueError unless it is a non-empty local path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"`{name}` must be a path. Received: {name}={value!r}")
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path or "://" in path or "\0" in path:
+        raise ValueError(f"`{name}` must be the path of a local file or directory. Received: {name}={value!r}")
+    return path
 
 
 def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:

@@ -9,7 +9,7 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt.checkpoint.saving import is_chief
-from keras_shardopt.checkpoint.sharded import check_arguments, check_directory, check_safetensors
+from keras_shardopt.checkpoint.sharded import check_arguments, check_safetensors
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete, delete_abandoned
 from keras_shardopt.checkpoint.training_state import extensions_of
 
@@ -32,8 +32,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     Raises:
         TypeError: if `directory` is not a path, or another argument has the wrong type.
-        ValueError: if an argument is out of range. From `fit`: if the model is not built, or uses `LocalSGD` and
-            `save_freq` is an int.
+        ValueError: if an argument is out of range. From `fit`: if the model is not built, or
+            `save_freq` is an int and the optimizer keeps per-replica weights between its updates.
         ModuleNotFoundError: if `safetensors` is not installed.
         OSError: from `fit`, on every process after the same batch, if a process cannot write its part.
 
@@ -68,7 +68,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         check.flag("background", background)
         check_safetensors()
         super().__init__()
-        self.directory = check_directory("directory", directory)
+        self.directory = check.local_path("directory", directory)
         self.save_freq = save_freq
         self.keep = keep
         self.background = background
@@ -84,8 +84,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         check_arguments(model, self.directory)
         if self.save_freq != "epoch" and extensions_of(model):
             raise ValueError(
-                "With `LocalSGD`, replicas have different weights within an epoch, and a checkpoint holds their mean. "
-                f'Received: save_freq={self.save_freq!r}. Use `save_freq="epoch"`.'
+                "A checkpoint holds the mean of all replicas' weights, which they have at the end of each epoch only. "
+                f"Received: save_freq={self.save_freq!r}, and an optimizer with per-replica weights: "
+                f'{extensions_of(model)[0][0]!r}. Use `save_freq="epoch"`.'
             )
         self._num_batches = 0
         self._check(wait=True)  # a save that an interrupted `fit` began

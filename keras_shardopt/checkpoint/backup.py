@@ -25,14 +25,15 @@ from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
+    from_rank_0,
     gather_despite_errors,
     is_chief,
     join_gather,
     raise_together,
     saved_together,
 )
-from keras_shardopt.checkpoint.sharded import check_directory, check_safetensors, restore_newest
-from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete
+from keras_shardopt.checkpoint.sharded import check_safetensors, restore_newest
+from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete, delete_abandoned
 from keras_shardopt.checkpoint.training_state import (
     REPLICA_STATE,
     build_optimizers,
@@ -112,7 +113,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: bool = True,
         sharded: bool = False,
     ) -> None:
-        path = check_directory("backup_dir", backup_dir)
+        path = check.local_path("backup_dir", backup_dir)
         if not isinstance(save_freq, str) or save_freq != "epoch":
             raise ValueError(
                 '`save_freq` must be "epoch". Keras cannot start in the middle of an epoch, so a backup from there '
@@ -148,6 +149,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        from_rank_0(self._check_kind)
         if self.sharded:
             manifest = restore_newest(model, self.backup_dir)
             if manifest is not None:
@@ -165,6 +167,18 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise problem
         if header is not None:
             self._restore(header, arrays)
+
+    def _check_kind(self) -> None:
+        """Raise ValueError if the directory holds backups of the other kind only. Otherwise delete abandoned saves."""
+        whole, sharded = os.path.exists(self._path), bool(complete_saves(self.backup_dir))
+        if whole != sharded and sharded != self.sharded:
+            raise ValueError(
+                f"`backup_dir` must hold backups that were written with `sharded={self.sharded}`. "
+                f"Received: {self.backup_dir!r}, with backups of `sharded={sharded}`. Pass `sharded={sharded}`, or use "
+                "another directory."
+            )
+        if self.sharded:
+            delete_abandoned(self.backup_dir)
 
     def _restore(self, header: dict[str, Any], arrays: Any) -> None:
         """Restores the state of a backup on every process. `arrays` is None on all ranks but 0."""

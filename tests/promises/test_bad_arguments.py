@@ -75,7 +75,6 @@ VALID = {
     "consolidate": lambda: {"path": a_checkpoint(), "filepath": "model.keras"},
     "data_parallel": dict,
     "get_regularization_loss": lambda: {"model": keras.layers.Dense(1)},
-    "load_sharded": lambda: {"model": a_model(), "path": a_checkpoint()},
     "optimize_loss": lambda: {
         "loss": lambda x: x,
         "optimizer": "SGD",
@@ -84,6 +83,7 @@ VALID = {
     },
     "prepare": lambda: {"model": None},  # there is no right one that could be made so often
     "replicate": lambda: {"step": lambda data: {}, "num_towers": 2},
+    "load_sharded": lambda: {"model": a_model(), "path": a_checkpoint()},
     "save_model": lambda: {"model": a_model(), "filepath": "model.keras"},
     "save_sharded": lambda: {"model": a_model(), "directory": "checkpoints"},
     "save_weights": lambda: {"model": a_model(), "filepath": "model.weights.h5"},

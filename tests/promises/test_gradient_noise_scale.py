@@ -52,9 +52,15 @@ def test_after_a_training_that_has_failed_nothing_is_left():
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda: ks.CrossShard("sgd"), "compares the gradients of replicas, or of micro-batches. Received: 1 replica"),
-        (lambda: ks.LARC(keras.optimizers.SGD(), 0.1), r"needs a `CrossShard`.*Use `CrossShard\(LARC"),
-        (lambda: ks.CrossShard("sgd", reduction="sum", gradient_accumulation_steps=2), "no `shard_state`"),
+        (
+            lambda: ks.CrossShard("sgd"),
+            "compares the gradients of several replicas or micro-batches. Received: 1",
+        ),
+        (lambda: ks.LARC(keras.optimizers.SGD(), 0.1), r"requires a `CrossShard`.*Use `CrossShard\(LARC"),
+        (
+            lambda: ks.CrossShard("sgd", reduction="sum", gradient_accumulation_steps=2),
+            "not support `shard_state`",
+        ),
     ],
 )
 def test_where_nothing_can_be_compared_it_says_so(optimizer, message):

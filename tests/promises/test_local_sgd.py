@@ -158,8 +158,8 @@ def test_seeds_of_updates_that_are_left_out_are_drawn_again(world):
     assert (first[1], second[1]) == (4, 3)
 
 
-# Statistics of windows have code of their own on JAX.
-NORMALIZED = [name for name in apart.NORMALIZED if BACKEND == "jax" or "windows" not in name]
+# On TensorFlow, windows whose last batch leaves a replica without rows were not tried.
+NORMALIZED = [name for name in apart.NORMALIZED if BACKEND != "tensorflow" or "windows" not in name]
 
 
 @pytest.mark.parametrize("name", some(NORMALIZED, ("2", "2 windows")))

@@ -1,6 +1,7 @@
 """Every private name of Keras that the package touches exists and does what the package expects of it."""
 
 import inspect
+import pathlib
 
 import keras
 import numpy as np
@@ -140,6 +141,21 @@ def test_the_saver_gives_variables_to_a_store_and_takes_arrays_from_one():
     ones = {place: np.ones(variable.shape) for place, variable in found.items()}
     saving_lib._load_state(model, Stored(ones), None, "", visited_saveables=set())
     assert all(np.all(weight == 1) for weight in model.get_weights())
+
+
+def test_the_saver_writes_files_of_layers_into_a_folder():
+    from keras.src.saving import saving_lib
+
+    class Words(keras.layers.Layer):
+        def save_assets(self, folder):
+            (pathlib.Path(folder) / "words.txt").write_text("a")
+
+    store = saving_lib.DiskIOStore("assets", mode="w")
+    saving_lib._save_state(keras.Sequential([keras.Input((1,)), Words()]), None, store, "", set())
+    folder = pathlib.Path(store.working_dir)
+    assert [path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")] == ["layers/words/words.txt"]
+    store.close()
+    assert not folder.exists()
 
 
 def test_how_keras_writes_a_checkpoint():

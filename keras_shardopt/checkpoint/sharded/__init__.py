@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
@@ -83,7 +84,7 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     per-replica values. Otherwise all processes get those of process 0, and residuals of compression start at 0.
 
     Args:
-        model: a built `keras.Model`. If it is not compiled, only its weights are restored.
+        model: a built `keras.Model`. If it is not compiled, its optimizer state is left out.
         path: str or path: a checkpoint, or a directory of checkpoints. The newest complete one in a directory is
             restored; if it is damaged, the one before, with a warning.
 
@@ -157,17 +158,7 @@ def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
             "Add a `keras.Input`, or call the model on a batch of data."
         )
     check_safetensors()
-    return check_directory(name, directory)
-
-
-def check_directory(name: str, directory: Any) -> str:
-    """Raise TypeError or ValueError unless `directory` is a local path. Return it as a str."""
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"`{name}` must be a path. Received: {name}={directory!r}")
-    path = os.fspath(directory)
-    if not isinstance(path, str) or not path or "://" in path or "\0" in path:
-        raise ValueError(f"`{name}` must be the path of a local directory. Received: {name}={directory!r}")
-    return path
+    return check.local_path(name, directory)
 
 
 def check_safetensors() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import h5py
 import numpy as np
 
+from keras_shardopt import arguments as check
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import local_path
-from keras_shardopt.checkpoint.sharded import check_directory
 from keras_shardopt.checkpoint.sharded.pieces import PIECE_BYTES, Checkpoint, StoredArray
 from keras_shardopt.checkpoint.sharded.saves import newest
+from keras_shardopt.checkpoint.sharded.state import ASSETS
 
 _SUFFIXES = (".keras", ".weights.h5")
 
@@ -56,7 +57,7 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         'Adam'
     """
     target = local_path(filepath, _SUFFIXES)
-    checkpoint = newest(check_directory("path", path))
+    checkpoint = newest(check.local_path("path", path))
     config = checkpoint.manifest["config"]
     if target.endswith(".keras") and config is None:
         raise ValueError(
@@ -73,6 +74,8 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
                     archive.writestr("metadata.json", json.dumps(_metadata(checkpoint)))
                     archive.writestr("config.json", json.dumps(_plain(config)))
                     archive.write(weights, "model.weights.h5")
+                    for name in filter(lambda name: name.startswith(ASSETS), checkpoint):
+                        archive.writestr(f"assets/{name[len(ASSETS) :]}", np.asarray(checkpoint[name]).tobytes())
         else:
             _write_weights(checkpoint, unfinished.path)
         unfinished.finish()

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 
 from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
@@ -58,7 +59,7 @@ class Save:
         self._problem: Exception | None = None
         self._is_stopped = threading.Event()
         with communicating(model):
-            self._begin(directory, about)
+            self._begin(os.path.abspath(directory), about)
         self._about_process = about_process()
         self._thread = threading.Thread(target=self._write, name="keras_shardopt-checkpoint", daemon=True)
         self._thread.start()
@@ -225,13 +226,15 @@ def _step_of(folder: str) -> int:
 
 
 def _time_of(folder: str) -> float:
-    return max([os.stat(folder).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(folder))])
+    with contextlib.suppress(FileNotFoundError):  # another job may delete it
+        return max([os.stat(folder).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(folder))])
+    return 0.0
 
 
 def _step(model: Any) -> int:
-    """Return the number of updates of a model's optimizer."""
-    optimizer = getattr(model, "optimizer", None)
-    return int(keras.ops.convert_to_numpy(optimizer.iterations)) if optimizer is not None and optimizer.built else 0
+    """Return the largest number of updates of a model's optimizers."""
+    counts = [int(keras.ops.convert_to_numpy(o.iterations)) for o in optimizers_of(model) if o.built]
+    return max(counts, default=0)
 
 
 def _config(model: Any) -> Any:

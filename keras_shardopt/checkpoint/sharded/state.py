@@ -5,12 +5,13 @@ seeds, buffers, residuals of compression, and the state of extensions.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.saving.saving_lib._save_state`, `_load_state` - visit all parts of a model that have variables.
-    `keras.src.saving.saving_lib.H5IOStore` - the class of stores that these two functions accept.
+    `keras.src.saving.saving_lib.H5IOStore`, `DiskIOStore` - the classes of stores that these two functions accept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,9 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"
+
+ASSETS = "training/assets/"
+"""The start of the names of files that layers store in addition to variables."""
 _WRAPPER_STATE = "/wrapper_state/"
 
 
@@ -61,7 +65,23 @@ def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
     for extension, name in extensions_of(model):
         for i, array in enumerate(extension.save_state()):
             sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.array(array), process), {})
+    # On all processes: Keras creates an optimizer on the way, which is collective on JAX.
+    for name, content in list(_assets_of(model)):
+        if process[1] == 0:
+            sources[ASSETS + name] = Source(even_parts(np.frombuffer(content, "uint8"), (1, 0)), {})
     return sources
+
+
+def _assets_of(model: Any) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and content of each file that layers store in addition to variables, such as vocabularies."""
+    store = saving_lib.DiskIOStore("assets", mode="w")
+    try:
+        saving_lib._save_state(model, None, store, "", set())
+        root = pathlib.Path(store.working_dir)
+        for path in sorted(each for each in root.rglob("*") if each.is_file()):
+            yield path.relative_to(root).as_posix(), path.read_bytes()
+    finally:
+        store.close()
 
 
 def about_model(model: Any) -> dict[str, Any]:

@@ -436,7 +436,8 @@ class LocalUpdates(ExtensionStage):
 
     def unsynced_statistics(self) -> list[Variable]:
         """Return the moving statistics that can differ between replicas, even after a sync step."""
-        return self.statistics if self.num_updates else []
+        window = self._optimizer.accumulation
+        return self.statistics if self.num_updates or (window is not None and window.num_taken) else []
 
     def unsynced(self) -> list[int]:
         """Return the positions of the weights updated since their last sync step."""

@@ -16,6 +16,10 @@ class LocalStep(TrainStep):
         """See `TrainStep.before_step`."""
         resume_local(self._session.reducers, begins_epoch)
 
+    def after_loss(self) -> None:
+        """Undo changes of moving statistics by a step without rows, before a sync step averages them."""
+        self.restore_statistics()
+
     def before_reading(self) -> None:
         """Assign the mean over ranks to the weights."""
         before_reading(self._session.reducers)

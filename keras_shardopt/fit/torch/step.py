@@ -30,6 +30,7 @@ class TrainStep:
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self._statistics: list[tuple[Any, torch.Tensor]] = []
         self._stateful: list[Any] | None = None
 
     def begin_call(self) -> None:
@@ -65,19 +66,24 @@ class TrainStep:
         if trains:
             set_replica_statistics(session.model, True)
         share_losses(session.model)
-        kept = [] if mine else [(variable, variable.value.clone()) for variable in _counted(session.model)]
+        metrics = [] if mine else _with_values(_counted_metrics(session.model))
+        self._statistics = [] if mine else _with_values(_own_statistics(session.model))
         rows_here = mine or num_rows(data)
         with batch_shared(BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=rows_here)):
             logs = real(data)
-        with torch.no_grad():
-            for variable, value in kept:
-                variable.value.copy_(value)
+        _assign(metrics)
+        self.restore_statistics()
         session.last_rows = mine
         session.confirm()
         return session.logs_of_all(logs)
 
     def after_loss(self) -> None:
         """Hook after the computation of each loss."""
+
+    def restore_statistics(self) -> None:
+        """Undo changes of moving statistics by a step without rows, once. Otherwise do nothing."""
+        _assign(self._statistics)
+        self._statistics = []
 
     # -- per-rank state ------------------------------------------------------------------------------------------
 
@@ -110,11 +116,24 @@ class TrainStep:
         return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
-def _counted(model: Any) -> list[Any]:
-    """Return the variables to restore after a step without rows: all but seeds and the trackers of mean losses."""
+def _counted_metrics(model: Any) -> list[Any]:
+    """Return the metric variables that a step without rows must not change: all but the trackers of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-    metrics = [v for v in model.metrics_variables if id(v) not in shared]
-    return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
+    return [v for v in model.metrics_variables if id(v) not in shared]
+
+
+def _own_statistics(model: Any) -> list[Any]:
+    return statistics_of(model, apart_from=synchronized_statistics(model))
+
+
+def _with_values(variables: list[Any]) -> list[tuple[Any, torch.Tensor]]:
+    return [(variable, variable.value.clone()) for variable in variables]
+
+
+def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
+    for variable, value in values:
+        # `data`, because the backward pass may still follow. It does not use these values.
+        variable.value.data.copy_(value)
 
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:

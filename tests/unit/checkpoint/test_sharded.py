@@ -284,7 +284,7 @@ def test_arguments_are_checked(tmp_path):
         ks.save_sharded("model", tmp_path)
     with pytest.raises(TypeError, match="`directory` must be a path"):
         ks.save_sharded(model, 3)
-    with pytest.raises(ValueError, match="`path` must be the path of a local directory"):
+    with pytest.raises(ValueError, match="`path` must be the path of a local file or directory"):
         ks.load_sharded(model, "gs://bucket")
     with pytest.raises(ValueError, match="must be built"):
         ks.save_sharded(keras.Sequential([keras.layers.Dense(1)]), tmp_path)
@@ -466,6 +466,39 @@ def test_a_consolidated_file_is_one_of_plain_keras(tmp_path):
     assert_same(loaded.get_weights(), model.get_weights())
     with pytest.raises(ValueError, match=r"must end in '.keras' or '.weights.h5'"):
         ks.consolidate(tmp_path / "checkpoints", tmp_path / "one.npz")
+
+
+class Words(keras.layers.Layer):
+    """Keeps a file, as lookup layers keep their vocabulary."""
+
+    words = None
+
+    def call(self, inputs):
+        return inputs
+
+    def save_assets(self, folder):
+        (pathlib.Path(folder) / "words.txt").write_text("some words")
+
+    def load_assets(self, folder):
+        self.words = (pathlib.Path(folder) / "words.txt").read_text()
+
+
+@same
+def test_files_of_layers_are_in_the_consolidated_file(tmp_path):
+    ks.save_sharded(keras.Sequential([keras.Input((1,)), Words()]), tmp_path)
+    ks.consolidate(tmp_path, tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Words": Words})
+    assert loaded.layers[0].words == "some words"
+
+
+@same
+def test_backups_of_the_other_kind_are_an_error(tmp_path):
+    for sharded in (False, True):
+        folder = tmp_path / str(sharded)
+        fitted(trained(), ks.callbacks.BackupAndRestore(folder, sharded=sharded, delete_checkpoint=False))
+        with pytest.raises(ValueError, match=f"Pass `sharded={sharded}`"):
+            fitted(trained(), ks.callbacks.BackupAndRestore(folder, sharded=not sharded))
+        assert len(os.listdir(folder)) == 1
 
 
 @same
