@@ -34,7 +34,8 @@ Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == t
 def optimizers_of(model: Any) -> list[Any]:
     """Return each optimizer of the model once: `model.optimizer` first, then those in attributes.
 
-    Searches attributes of the model and its layers, including nested lists, tuples and dicts, but not optimizers.
+    Searches the attributes of the model and its layers, and lists, tuples and dicts in them. Does not search inside an
+    optimizer, so inner optimizers are left out.
     """
     found: dict[int, Any] = {}
     first = getattr(model, "optimizer", None)
@@ -54,7 +55,7 @@ def has_built_in_step(model: Any) -> bool:
 
 
 def optimizers_in_step(model: Any) -> list[Any]:
-    """Return the optimizers that `train_step` can use: if it is Keras' built-in one, only `model.optimizer`."""
+    """Return the optimizers that `train_step` can use: all if the model overrides it, else only `model.optimizer`."""
     if not has_built_in_step(model):
         return optimizers_of(model)
     first = getattr(model, "optimizer", None)

@@ -304,7 +304,7 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
         if "://" not in os.fspath(filepath) or needs_all(model):
             save(model, filepath)
             return
-        with raising_together():  # Keras can write to a remote path, but files there cannot be replaced atomically
+        with raising_together():  # Keras itself writes to remote paths: files there cannot be replaced atomically
             if is_chief():
                 getattr(model.__class__, name)(model, filepath)
 

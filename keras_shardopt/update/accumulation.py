@@ -67,7 +67,7 @@ class Accumulation(Stage):
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # a copied counter has other versions
+        return {**vars(self), "_version": None}  # the version belongs to the original counter
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:

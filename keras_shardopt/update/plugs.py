@@ -36,7 +36,7 @@ _steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
 
 
 def register(argument: str, plug: Plug) -> None:
-    """Register the implementation of an argument."""
+    """Register the implementation of the `CrossShard` argument with this name."""
     _plugs[argument] = plug
 
 

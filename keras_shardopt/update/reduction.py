@@ -72,7 +72,8 @@ class Reduction:
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
         if not members.is_spmd and len(positions) < len(trainable):
-            # All ranks send all variables, even frozen ones, so the reduction can detect that ranks train others.
+            # Every rank sends an entry for every variable, even a frozen one, so the reduction detects when ranks train
+            # different variables.
             given = dict(zip(positions, grads))
             if found is not None:
                 found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)

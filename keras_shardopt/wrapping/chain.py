@@ -82,9 +82,10 @@ def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the class name of the innermost optimizer, or of several. It determines the meaning of state arrays.
+    """Return the class name of the innermost optimizer; with a `MultiOptimizer`, also those of its optimizers.
 
-    Only the class's own name, because on PyTorch Keras has classes of the same name in other modules.
+    The class determines the meaning of the arrays in files. The name has no module, because with the PyTorch backend
+    Keras defines the same optimizers in other modules.
     """
     found = base_optimizers(optimizer)
     names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))

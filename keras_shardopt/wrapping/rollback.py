@@ -114,7 +114,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # If replicas decide on updates separately, each has its own update counter.
+        # If each replica decides for itself whether to skip an update, the branch must not communicate.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)

@@ -117,7 +117,10 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
 def warn_if_read_early(optimizer: StoredOptimizer) -> None:
     """Warn if counters and rates are not yet those of the file, because the optimizer is not built."""
     if optimizer._loaded is not None:
-        warn("Call `optimizer.build(variables)` in every process before you read loaded state. Received: not built.")
+        warn(
+            "The optimizer is not built, so its counters and rates are not those of the loaded file yet. "
+            "Call `optimizer.build(variables)` in every process before you read them."
+        )
 
 
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
@@ -151,7 +154,7 @@ def whole_value(variable: Variable) -> np.ndarray:
 
 
 def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
-    """Return the store, wrapped so that writes of `optimizer` also describe the arrays."""
+    """Return `store`, wrapped: when `optimizer` saves an array, the wrapper also stores the name of its slot."""
     if isinstance(store, _AnnotatedStore):
         return store
     if not optimizer.built:

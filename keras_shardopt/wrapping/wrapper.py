@@ -270,9 +270,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return [v for v in self.variables if id(v) not in differ]
 
     def _observe(self, observer: Any) -> None:
-        """Pass the gradients of each update to `observer`, before and after the transform. None ends that.
+        """Pass the gradients of each update to `observer`, before and after this wrapper changes them. None stops it.
 
-        Compiled steps must be recompiled afterwards, because the number of `variables` changes.
+        After each call, compiled steps must be recompiled, because the number of the optimizer's `variables` changes.
         """
         self._observer = observer
 

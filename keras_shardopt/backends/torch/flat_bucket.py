@@ -121,7 +121,10 @@ def flat_buckets(
     compression: str | None,
     num_flags: int,
 ) -> list[FlatBucket]:
-    """Return the buckets of these tensors. The last bucket has space for the flags at its end."""
+    """Group tensors into flat buckets of about `bucket_bytes`. The last bucket ends with space for `num_flags` flags.
+
+    Flags, such as the position of a non-finite gradient, are reduced with the gradients.
+    """
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # Sort buckets in the order in which a backward pass fills them, because they are sent in this order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)

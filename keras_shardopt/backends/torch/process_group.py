@@ -386,7 +386,7 @@ def gather_objects(value: Any, call: str) -> list[Any]:
 
 
 def _announcement_device() -> str:
-    # A default group that the program has opened sends tensors on its own device.
+    # If the user's program opened the default group, announcements use it, and NCCL needs tensors on the GPU.
     return "cuda" if _announcements is None and dist.get_backend() == "nccl" else "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The number of parts per batch for `VirtualReplicas`, and checks that the model supports it."""
+"""Chooses the number of parts of a batch for `VirtualReplicas`. Checks that the model can train in parts."""
 
 from __future__ import annotations
 

@@ -516,8 +516,8 @@ class LocalUpdates(ExtensionStage):
         if skipped > reported:
             self._num_reported.assign(skipped)
             warn(
-                "The mean weights of a sync step were NaN or infinite, so all replicas returned to the reference "
-                f"weights. Received: {skipped - reported} such sync steps. Lower the learning rate, clip "
+                "The mean weights of a sync step were NaN or infinite, so all replicas returned to the weights of the "
+                f"sync step before. Received: {skipped - reported} such sync steps. Lower the learning rate, clip "
                 'gradients, or use `on_nonfinite="skip"`.',
             )
 

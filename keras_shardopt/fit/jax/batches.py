@@ -321,7 +321,8 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if not allows_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
         batches = self.parts() if self._is_whole else self.batches()
-        if self._is_whole and not self._is_compared:  # compare the first batch before Keras moves the weights
+        # Processes compare the first batch here: later, Keras has moved the weights into the step's state.
+        if self._is_whole and not self._is_compared:
             first = next(batches, None)
             batches = itertools.chain([] if first is None else [first], batches)
         # Keras 3.16 treats each item as a stack of `steps_per_execution` batches, unless it is a list of batches.

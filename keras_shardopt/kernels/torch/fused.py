@@ -199,8 +199,8 @@ def _update(
         return
     decays = [bool(decayed) and optimizer._use_weight_decay(variable) for variable in variables]
     for has_decay in (False, True):
-        # Skip slices without elements, of variables that other replicas own. Nadam keeps them, because it must update
-        # `_u_product` even if it has no others.
+        # Skip empty slices: other replicas own these variables. Nadam does not skip them, because it must update
+        # `_u_product` even if all slices of this replica are empty.
         is_owned = [row[0].numel() > 0 or rule is _nadam for row in columns.rows]
         chosen = columns.only([owned and decay is has_decay for owned, decay in zip(is_owned, decays)])
         if chosen.rows:
