@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class VirtualReplicas(Extension):
-    """Makes results bitwise identical on any number of replicas that divides `number`. See [docs](../randomness.md).
+    """Makes results bitwise identical on any number of replicas that divides `number`.
+
+    See [reproducibility](../randomness.md).
 
     Args:
         number: int, a power of two. Number of parts per batch. The gradients of parts are summed in a fixed order.

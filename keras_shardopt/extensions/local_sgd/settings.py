@@ -29,7 +29,9 @@ _WARMUP_SYNCS = 5
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LocalSGD(Extension):
-    """Replicas update with their own gradients, and average their weights periodically. See [docs](../local_sgd.md).
+    """Replicas update with their own gradients, and average their weights periodically.
+
+    See [local SGD](../local_sgd.md).
 
     Args:
         every: int >= 1, or a function of the number of updates so far: updates per sync step (average of weights).
