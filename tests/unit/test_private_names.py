@@ -139,19 +139,24 @@ def test_the_saver_gives_variables_to_a_store_and_takes_arrays_from_one():
     saving_lib._save_state(model, Stored(found), None, "", set())
     assert [id(value) for value in found.values()] == [id(v) for v in model.weights]
     ones = {place: np.ones(variable.shape) for place, variable in found.items()}
-    saving_lib._load_state(model, Stored(ones), None, "", visited_saveables=set())
+    problems = {}
+    collected = {"visited_saveables": set(), "failed_saveables": set(), "error_msgs": problems}
+    saving_lib._load_state(model, Stored(ones), None, "", **collected)
+    assert not problems
     assert all(np.all(weight == 1) for weight in model.get_weights())
 
 
 def test_the_saver_writes_files_of_layers_into_a_folder():
     from keras.src.saving import saving_lib
 
+    from keras_shardopt.checkpoint.saving import NoStore
+
     class Words(keras.layers.Layer):
         def save_assets(self, folder):
             (pathlib.Path(folder) / "words.txt").write_text("a")
 
     store = saving_lib.DiskIOStore("assets", mode="w")
-    saving_lib._save_state(keras.Sequential([keras.Input((1,)), Words()]), None, store, "", set())
+    saving_lib._save_state(keras.Sequential([keras.Input((1,)), Words()]), NoStore(), store, "", set())
     folder = pathlib.Path(store.working_dir)
     assert [path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")] == ["layers/words/words.txt"]
     store.close()

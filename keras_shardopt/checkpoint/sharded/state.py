@@ -25,6 +25,7 @@ from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.stored_parts import OwnParts, Part, even_parts
+from keras_shardopt.checkpoint.saving import NoStore
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint, Source, StoredArray
 from keras_shardopt.checkpoint.training_state import (
     build_optimizers,
@@ -76,7 +77,7 @@ def _assets_of(model: Any) -> Iterator[tuple[str, bytes]]:
     """Yield the path and content of each file that layers store in addition to variables, such as vocabularies."""
     store = saving_lib.DiskIOStore("assets", mode="w")
     try:
-        saving_lib._save_state(model, None, store, "", set())
+        saving_lib._save_state(model, NoStore(), store, "", set())
         root = pathlib.Path(store.working_dir)
         for path in sorted(each for each in root.rglob("*") if each.is_file()):
             yield path.relative_to(root).as_posix(), path.read_bytes()
@@ -118,7 +119,11 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
     build_optimizers(model, manifest["built_on"])
     seen = _check_fits(model, checkpoint, process)
     with contextlib.nullcontext() if _alone is None else _alone.local_assignments():
-        saving_lib._load_state(model, _Loaded(checkpoint), None, "", visited_saveables=set())
+        problems: dict[int, tuple[Any, Exception]] = {}
+        collected = {"visited_saveables": set(), "failed_saveables": set(), "error_msgs": problems}
+        saving_lib._load_state(model, _Loaded(checkpoint), None, "", **collected)
+        for _, problem in problems.values():
+            raise problem
         if manifest["has_global_seed"]:
             global_seed(make=True)
         for path, variable in _extra_variables(model, seen):
