@@ -118,8 +118,8 @@ def warn_if_read_early(optimizer: StoredOptimizer) -> None:
     """Warn if counters and rates are not yet those of the file, because the optimizer is not built."""
     if optimizer._loaded is not None:
         warn(
-            "The optimizer is not built, so its counters and rates are not those of the loaded file yet. "
-            "Call `optimizer.build(variables)` in every process before you read them."
+            "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. "
+            "Until the optimizer is built, they are not those of the file."
         )
 
 
