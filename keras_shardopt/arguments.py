@@ -95,13 +95,13 @@ def real(
     return float(value)
 
 
-def local_path(name: str, value: Any) -> str:
-    """Return a path as a str. Raise TypeError or ValueError unless it is a non-empty local path."""
+def local_path(name: str, value: Any, kind: str = "file or directory") -> str:
+    """Return a path as a str. Raise TypeError or ValueError unless it is a non-empty local path of this kind."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a path. Received: {name}={value!r}")
     path = os.fspath(value)
     if not isinstance(path, str) or not path or "://" in path or "\0" in path:
-        raise ValueError(f"`{name}` must be the path of a local file or directory. Received: {name}={value!r}")
+        raise ValueError(f"`{name}` must be the path of a local {kind}. Received: {name}={value!r}")
     return path
 
 

@@ -192,10 +192,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         placement.broadcast_state([*model.variables, *buffers_of(model), *seed], optimizer_variables(model))
         for part, name in saved_together(model, is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
-        num_processes, process_id = processes.process()
-        states = header["random_states"]
-        is_own = len(states) == num_processes
-        set_random_state(states[process_id if is_own else 0], is_own)
+        set_random_state(header["random_states"], processes.process())
         for part in cross_shards_of(model):
             part.pipeline.reset()
         for extension, name in extensions_of(model):

@@ -169,7 +169,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         for argument, value in (("save_best_only", save_best_only), ("save_weights_only", save_weights_only)):
             check.flag(argument, value)
-        path = local_path(filepath, _WEIGHTS_SUFFIXES if save_weights_only else _MODEL_SUFFIXES[:2])
+        path = file_path(filepath, _WEIGHTS_SUFFIXES if save_weights_only else _MODEL_SUFFIXES[:2])
         if not isinstance(monitor, str):
             raise TypeError(f"`monitor` must be the name of a logged value. Received: monitor={monitor!r}")
         check.one_of("mode", mode, ("auto", "min", "max"))
@@ -216,7 +216,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         _check_model(model)
         check.flag("overwrite", overwrite)
         if is_chief():
-            path = local_path(filepath, suffixes)
+            path = file_path(filepath, suffixes)
             is_divided = needs_all(model) or _reading_is_collective(model)
             if is_divided and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
@@ -510,13 +510,9 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
 
 
-def local_path(filepath: Any, suffixes: tuple[str, ...]) -> str:
+def file_path(filepath: Any, suffixes: tuple[str, ...]) -> str:
     """Return `filepath` as a str. Raise TypeError or ValueError unless it is a local path with one of the suffixes."""
-    if not isinstance(filepath, (str, os.PathLike)):
-        raise TypeError(f"`filepath` must be a path. Received: filepath={filepath!r}")
-    path = os.fspath(filepath)
-    if not isinstance(path, str) or "://" in path or "\0" in path:
-        raise ValueError(f"`filepath` must be the path of a local file. Received: filepath={filepath!r}")
+    path = check.local_path("filepath", filepath, "file")
     if not path.endswith(suffixes):
         endings = " or ".join(repr(suffix) for suffix in suffixes[:2])
         raise ValueError(f"`filepath` must end in {endings}. Received: filepath={filepath!r}")

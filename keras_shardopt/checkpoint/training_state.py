@@ -111,8 +111,15 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any], is_own: bool) -> None:
-    """Restores a result of `random_state`. `is_own`: it is of this process, not of rank 0."""
+def set_random_state(states: list[dict[str, Any]], process: tuple[int, int]) -> None:
+    """Restores a result of `random_state`: this process's, or rank 0's if the number of processes has changed.
+
+    Args:
+        states: the results of all processes.
+        process: the number of processes now, and the index of this one.
+    """
+    is_own = len(states) == process[0]
+    state = states[process[1] if is_own else 0]
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))

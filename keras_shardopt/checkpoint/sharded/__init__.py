@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -11,7 +10,7 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
+from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
 from keras_shardopt.checkpoint.sharded.state import restore
@@ -68,8 +67,8 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
     References:
         `torch.distributed.checkpoint` (PyTorch) and Orbax (JAX) have similar checkpoints for one framework.
     """
-    with communicating(model):
-        raise_together(_problem(lambda: check_arguments(model, directory)))
+    with communicating(model), raising_together():
+        check_arguments(model, directory)
     save = Save(model, os.fspath(directory), {"epoch": 0})
     save.check(wait=True)
     return save.folder
@@ -110,8 +109,8 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     References:
         `torch.distributed.checkpoint` (PyTorch) and Orbax (JAX) have similar checkpoints for one framework.
     """
-    with communicating(model):
-        raise_together(_problem(lambda: check_arguments(model, path, "path")))
+    with communicating(model), raising_together():
+        check_arguments(model, path, "path")
     manifest = restore_newest(model, os.fspath(path))
     if manifest is None:
         raise FileNotFoundError(f"`path` must have a complete sharded checkpoint. Received: path={os.fspath(path)!r}")
@@ -170,11 +169,3 @@ def check_safetensors() -> None:
             "Sharded checkpoints need safetensors, which is not installed. Run `pip install safetensors`.",
             name="safetensors",
         ) from None
-
-
-def _problem(function: Callable[[], Any]) -> Exception | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_shardopt import arguments as check
 from keras_shardopt.checkpoint.atomic_file import Unfinished
-from keras_shardopt.checkpoint.saving import local_path
+from keras_shardopt.checkpoint.saving import file_path
 from keras_shardopt.checkpoint.sharded.pieces import PIECE_BYTES, Checkpoint, StoredArray
 from keras_shardopt.checkpoint.sharded.saves import newest
 from keras_shardopt.checkpoint.sharded.state import ASSETS
@@ -56,7 +56,7 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
         >>> type(keras.saving.load_model(os.path.join(directory, "model.keras")).optimizer).__name__
         'Adam'
     """
-    target = local_path(filepath, _SUFFIXES)
+    target = file_path(filepath, _SUFFIXES)
     checkpoint = newest(check.local_path("path", path))
     config = checkpoint.manifest["config"]
     if target.endswith(".keras") and config is None:

@@ -21,7 +21,7 @@ import keras
 
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
-from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together
+from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
     Checkpoint,
@@ -68,17 +68,13 @@ class Save:
         self._process = processes.process()
         step = _step(self._model)
         self.folder: str = os.path.join(directory, from_rank_0(lambda: _new_folder(directory, step)))
-        problem = None
-        try:
+        with raising_together():
             if not _is_visible(self.folder):
                 raise OSError(
                     f"All processes must see the same directory. Received: {directory!r}, in which process "
                     f"{self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
                 )
             self._sources = sources_of(self._model, self._process)
-        except Exception as error:
-            problem = error
-        raise_together(problem)
         self._about = {
             "step": step,
             "num_processes": self._process[0],
@@ -103,11 +99,11 @@ class Save:
     def _check(self, wait: bool) -> bool:
         while True:
             is_done = not self._thread.is_alive()
-            everyones = processes.gather_objects((is_done, None if self._problem is None else str(self._problem)))
-            failed = [(index, words) for index, (_, words) in enumerate(everyones) if words is not None]
+            gathered = processes.gather_objects((is_done, None if self._problem is None else str(self._problem)))
+            failed = [(index, words) for index, (_, words) in enumerate(gathered) if words is not None]
             if failed:
                 self._fail(*failed[0])
-            if all(done for done, _ in everyones):
+            if all(done for done, _ in gathered):
                 return True
             if not wait:
                 return False

@@ -135,9 +135,7 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
         extension.load_state(list(_numbered(checkpoint, name)))
     for name, variables in carried_values(model).items():
         _restore_rows(variables, list(_numbered(checkpoint, name)), process)
-    states = [each["random_state"] for each in manifest["processes"]]
-    is_own = len(states) == process[0]
-    set_random_state(states[process[1] if is_own else 0], is_own)
+    set_random_state([each["random_state"] for each in manifest["processes"]], process)
 
 
 def _extra_variables(model: Any, seen: set[int]) -> Iterator[tuple[str, Variable]]:
