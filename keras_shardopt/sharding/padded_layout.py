@@ -46,7 +46,7 @@ class PaddedLayout(OneProgramShards):
     def _may_pad(self, optimizer: CrossShardProtocol) -> list[bool]:
         """Return whether each variable can be updated in another shape."""
         try:
-            return are_elementwise_inside(optimizer, self.variables)
+            return are_elementwise_inside(optimizer, self.variables, part_rank=2)
         except ValueError:  # the update depends on several variables, so it cannot be padded
             return [False for _ in self.variables]
 

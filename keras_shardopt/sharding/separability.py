@@ -31,20 +31,21 @@ _TOLERANCE = 1e-4
 """Relative to the update. If an update depends on a sum over a variable or over all, the difference is far larger."""
 
 
-def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
+def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_rank: int = 1) -> list[bool]:
     """Return whether each variable can be updated in parts. If not, it can be updated whole, without the others.
 
     Args:
         optimizer: an optimizer with an update rule, before its build. It is not changed.
         variables: the variables that it will be built on. They are not changed.
+        part_rank: the number of dimensions of a part, 1 or 2. Some optimizers update matrices by another rule.
 
     Raises:
         ValueError: if an update depends on other variables, or is not deterministic.
     """
-    probes = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
+    probes = [_Probe(v, i, part_rank) for i, v in enumerate(variables) if not overwrites_variable(v)]
     whole = _Run(optimizer, [[probe.whole] for probe in probes])
     # The added variable has large values, and makes two variables of one, so any dependence shows.
-    extra = _Probe(variables[0], len(variables), scale=50.0)
+    extra = _Probe(variables[0], len(variables), part_rank, scale=50.0)
     with_extra = _Run(optimizer, [[probe.whole] for probe in [*probes, extra]])
     alternating = [
         _Run(optimizer, [[probe.whole if i % 2 == parity else probe.empty] for i, probe in enumerate(probes)])
@@ -108,11 +109,11 @@ def _has_state_like_small_ones(optimizer: Optimizer, probe: _Probe, slot_names: 
     return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
 
 
-def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
+def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable], part_rank: int = 1) -> list[bool]:
     """Return whether all wrapped optimizers can update each variable in parts. See `are_elementwise`."""
     leaf = base_optimizers(optimizer)[0]
     units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
-    found = are_elementwise(leaf, variables)
+    found = are_elementwise(leaf, variables, part_rank)
     if any(wrapper._takes_penalties for wrapper in descendants(optimizer) if wrapper is not leaf):
         _refuse_penalties(variables)
     if "variable" in units:
@@ -194,7 +195,7 @@ def _rule(optimizer: Optimizer) -> str:
 class _Probe:
     """A small stand-in for a variable: whole, in two halves, and empty."""
 
-    def __init__(self, variable: Variable, seed: int, scale: float = 1.0) -> None:
+    def __init__(self, variable: Variable, seed: int, part_rank: int = 1, scale: float = 1.0) -> None:
         rank = len(variable.shape)
         shape = (2, 3, 4, *[2] * (rank - 3))[:rank] if rank != 2 else (4, 6)
         shape = (24,) if rank == 1 else shape
@@ -209,7 +210,9 @@ class _Probe:
         self.whole = (variable, values, grads)
         half = size // 2
         parts = [slice(0, half), slice(half, size)] if size > 1 else [slice(0, size)]
-        self.halves = [(variable, values.reshape(-1)[p], [g.reshape(-1)[p] for g in grads]) for p in parts]
+        shaped = (-1,) if part_rank == 1 else (2 if size > 1 else 1, -1)
+        cuts = [[array.reshape(-1)[p].reshape(shaped) for array in (values, *grads)] for p in parts]
+        self.halves = [(variable, first, rest) for first, *rest in cuts]
         nothing = np.zeros(empty_shape(shape), "float32")
         self.empty = (variable, nothing, [nothing] * len(grads))
 

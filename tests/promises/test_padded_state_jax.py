@@ -125,6 +125,17 @@ def test_optimizers_that_need_whole_variables_keep_them():
     assert optimizer.memory_report().replicated
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "Muon"), reason="not in this Keras")
+def test_so_do_biases_of_optimizers_with_another_rule_for_matrices():
+    """With one row per replica, a bias is a matrix, which Muon would update by another rule."""
+    with ks.data_parallel(3):
+        options = [{"shard_state": shard_state} for shard_state in (False, True)]
+        made = [fitted(compiled(ks.CrossShard(keras.optimizers.Muon(0.01), **each))) for each in options]
+    assert len(made[0].optimizer.variables) == len(made[1].optimizer.variables)
+    for mine, theirs in zip(made[1].get_weights(), made[0].get_weights()):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
 def test_so_do_optimizers_that_need_all_of_them():
     with ks.data_parallel(3):
         options = [{"shard_state": shard_state} for shard_state in (False, True)]

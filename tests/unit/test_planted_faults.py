@@ -1306,6 +1306,13 @@ FAULTS = [
     ),
     fault(
         "sharding/padded_layout.py",
+        "self.variables, part_rank=2)",
+        "self.variables)",
+        "promises/test_padded_state_jax.py::test_so_do_biases_of_optimizers_with_another_rule_for_matrices",
+        backend="jax",
+    ),
+    fault(
+        "sharding/padded_layout.py",
         "            return [False for _ in self.variables]",
         "            return [True for _ in self.variables]",
         "promises/test_padded_state_jax.py::test_so_do_optimizers_that_need_all_of_them",

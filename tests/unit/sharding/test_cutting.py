@@ -147,6 +147,8 @@ def test_state_of_large_variables_may_be_another_kind():
 def test_each_variable_is_tried_by_its_name_and_rank():
     # Muon takes embeddings, and what is no matrix, for Adam.
     assert cutting.are_elementwise(keras.optimizers.Muon(0.01), variables()) == [True, False, True, True]
+    # As a matrix, a bias would be updated by the rule of matrices.
+    assert cutting.are_elementwise(keras.optimizers.Muon(0.01), variables(), 2) == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
