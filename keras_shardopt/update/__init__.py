@@ -1,4 +1,4 @@
-"""The processing of the gradients of one update.
+"""Process the gradients of one update: stages, the reduction over replicas, and the inner optimizer.
 
 `CrossShard` sends a `Step`, the gradients of one update, through a `Pipeline` of stages (`Stage`: one feature). It runs
 `collect` of all stages, then `local` of all stages and the reduction over replicas, `commit` of all stages, and the
@@ -46,11 +46,11 @@ STAGES: list[tuple[Place, Any]] = [
     (Place.BEFORE_SENDING, ReplicaClip),
     (Place.UPDATE, FusedUpdate),
 ]
-"""The core's stage classes. `UserStage` wraps those of the argument `stages`."""
+"""The built-in stages of `CrossShard`, with their order. `UserStage` wraps the stages of the argument `stages`."""
 
 
 def _rows(options: CrossShardOptions) -> list[Any]:
-    """Return the classes and extensions that create stages, from the outermost to the innermost."""
+    """Return the stage classes and extensions, each of which creates stages, from the outermost to the innermost."""
     rows = [*STAGES, *((extension.place, extension) for extension in options.extensions)]
     return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 

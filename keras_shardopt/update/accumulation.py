@@ -21,30 +21,30 @@ from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
-"""Means: no value in this window. With `overwrite_with_gradient`, a window keeps the largest value, not a sum."""
+"""No value yet. The maximum ignores it: variables with `overwrite_with_gradient` keep the largest, not a sum."""
 
 
 class Accumulation(Stage):
-    """Continues an update only after the last micro-batch of an *accumulation window*, with its mean gradients.
+    """Sums gradients over micro-batches. After the last one, continues the update with their mean.
 
-    An accumulation window is the sequence of micro-batches of one update.
+    The micro-batches of one update form an *accumulation window*.
 
     Args:
         num_steps: int >= 2. Number of micro-batches per window.
-        counts_rows: bool. Whether to accumulate `Step.row_share`, this replica's share of the rows, too.
+        counts_rows: bool. Whether to average this replica's share of the rows (`Step.row_share`) too.
         context: the interface of the optimizer.
     """
 
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # How the latest gradients arrived, if they were reduced: DDP cannot be detected again at the end of the window.
+        # Set if the latest gradients arrived reduced (DDP), because this cannot be detected from the sums of a window.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
-        """The mesh axis of the replicas if one program stacks their sums along a first dimension; None otherwise."""
+        """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
         self.snapshots: list[Variable] = []
-        """Values, at the start of the window, of variables that forward passes change."""
+        """Copies, made at the start of the window, of variables that forward passes change (such as moving means)."""
         self._counts_rows = counts_rows
         self.counter: Variable = None
         """The number of micro-batches so far in the window."""
@@ -62,12 +62,13 @@ class Accumulation(Stage):
         self._given_last: set[int] = set()
         # Set by `decide`: whether the next micro-batch is the last of its window. None: the counter decides.
         self._ends: bool | None = None
-        # The last value that this object assigned to the counter, and the counter's version after that.
+        # The last value that this object assigned to the counter, and the counter's version then.
+        # Each assignment changes the version.
         self._count = 0
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # the version belongs to the original counter
+        return {**vars(self), "_version": None}  # a copy has another counter variable, so this version is invalid
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
@@ -79,7 +80,7 @@ class Accumulation(Stage):
 
     @property
     def is_built(self) -> bool:
-        """Whether its variables exist."""
+        """Whether `build` has created the variables."""
         return bool(self._sums)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -144,10 +145,10 @@ class Accumulation(Stage):
         runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
-        """Multiply the gradients by `Step.weight`, or by 0 without rows; if they arrive reduced, do nothing."""
+        """Multiply gradients by `Step.weight`, or by 0 without rows. Do nothing if they arrive reduced."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
-            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # of the rows of all replicas
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # reduced over replicas
                 self._arrived_state = state
                 return step
         return zero_without_rows(step)
@@ -219,17 +220,17 @@ class Accumulation(Stage):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next micro-batch is the last of its window; False if Python does not run in each step."""
+        """Whether the next micro-batch is the last of its window; False if the counter is unknown (compiled steps)."""
         if self._ends is not None:
             return self._ends
         version = runtime.version(self.counter)
         return version is not None and version == self._version and self._count + 1 == self.num_steps
 
     def mean_with(self, counts: bool) -> Callable[[int, Tensor | None], Tensor | None]:
-        """Return a function `(position, gradient or None of the last micro-batch) -> this replica's window mean`.
+        """Return a function `(variable's position, last gradient or None)` -> this replica's mean over the window.
 
         Args:
-            counts: bool. Whether this replica has rows in that micro-batch.
+            counts: bool. Whether this replica has rows in the last micro-batch.
         """
         before = set() if self._count == 0 else set(self._present)
 
@@ -250,7 +251,7 @@ class Accumulation(Stage):
         return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
-        """Set whether the next micro-batch completes the window, whatever its number."""
+        """Set whether the next micro-batch is the last of its window, instead of counting `num_steps`."""
         self._ends = ends
 
     def _is_trained(self, i: int) -> bool:
@@ -277,7 +278,7 @@ class Accumulation(Stage):
         """Return the means over a complete window, from the sums that `add` returned.
 
         Returns:
-            The mean of each variable in the window, None without a gradient; their positions; and the mean share.
+            The mean gradient of each variable (None without one), the variables' positions, and the mean `row_share`.
         """
         # Drop variables of layers frozen during the window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
@@ -288,7 +289,7 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # A traced step may find no value in this window. Then the variable keeps its own.
+            # A compiled step can have no value in this window. Then the variable keeps its value.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 

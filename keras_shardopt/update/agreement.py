@@ -135,7 +135,7 @@ def _processes(ids: Sequence[int]) -> str:
 
 
 def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -> None:
-    """Add the class and arguments of an optimizer, and of those inside it."""
+    """Add the class and arguments of an optimizer, and of the optimizers that it wraps."""
     number = sum(entry.startswith("class of optimizer ") for entry in found)
     kind = type(optimizer)
     found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
@@ -176,7 +176,7 @@ def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[A
 
 
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
-    """Return the smallest of these models that uses this optimizer, directly or inside another one; or None."""
+    """Return the smallest of these models that uses this optimizer, alone or wrapped by another; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
@@ -207,7 +207,7 @@ def _config_of(layer_or_loss: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         if "DTypePolicy" in str(value.get("class_name")):
-            return value  # keep the name: it is the policy
+            return value  # keep `name`, because it is the dtype policy
         return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]

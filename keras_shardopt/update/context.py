@@ -1,4 +1,4 @@
-"""The type of a `CrossShard` and its interface for stages, for modules that cannot import it."""
+"""The types through which other modules use a `CrossShard`, because importing its module would be circular."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_shardopt.wrapping.chain import descendants
 
 
 class CrossShardProtocol(Optimizer, Protocol):
-    """The type of a `CrossShard`: the members that shards, checks and `StageContext` use."""
+    """The attributes of a `CrossShard` that other modules use, as a type."""
 
     axis_name: str
     shard_state: bool
@@ -40,14 +40,14 @@ class CrossShardProtocol(Optimizer, Protocol):
 
 
 class StageContext:
-    """The interface of a `CrossShard` for stages, transports and reducers, available during its construction."""
+    """Gives stages, transports and reducers access to their `CrossShard`, even while it is being constructed."""
 
     def __init__(self, optimizer: CrossShardProtocol) -> None:
         self._optimizer = optimizer
 
     @property
     def optimizer(self) -> CrossShardProtocol:
-        """The optimizer, for code that builds or replaces its components."""
+        """The `CrossShard`, for code that builds or replaces its components."""
         return self._optimizer
 
     @property
@@ -57,7 +57,7 @@ class StageContext:
         return variables
 
     def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the positions of these variables in `trainable`. Before `build`, assume that these are all of them."""
+        """Return the positions of these variables in `trainable`. Before `build`, assume 0, 1, ...: all, in order."""
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
@@ -79,7 +79,7 @@ class StageContext:
 
     @property
     def loss_scale(self) -> Any:
-        """The factor of the loss (loss scaling)."""
+        """The factor by which loss scaling multiplies the loss."""
         return self._optimizer.loss_scale
 
     def communicator(self) -> Communicator:
@@ -92,29 +92,29 @@ class StageContext:
         return list(self._optimizer._written())
 
     def arrives(self, step: Step) -> GradientState:
-        """Return the state in which the gradients of a step arrive."""
+        """Return how a step's gradients arrive, such as local or global."""
         state: GradientState = self._optimizer.state_finder.find(step, self.communicator())
         return state
 
     @property
     def may_be_local(self) -> bool:
-        """Whether gradients may arrive unreduced."""
+        """Whether gradients can arrive unreduced, as each replica has computed them."""
         return bool(self._optimizer.state_finder.may_be_local)
 
     @property
     def declared_state(self) -> GradientState | None:
-        """The state of gradients set by the argument `gradients` or a trainer; None to detect it."""
+        """How gradients arrive, as set by the argument `gradients` or a trainer; None to detect it."""
         state: GradientState | None = self._optimizer.state_finder.declared_state
         return state
 
     @property
     def lays_out_state(self) -> bool:
-        """Whether `shard_state` divides the state by laying arrays out over devices (JAX)."""
+        """Whether `shard_state=True` divides each array of state over devices with a JAX sharding."""
         return bool(self._optimizer._lays_out_state)
 
     @property
     def started(self) -> Communicator | None:
-        """PyTorch: the ranks, once they have equal weights; None before the first update."""
+        """PyTorch: the communicator of all ranks, once they have equal weights; None before the first update."""
         comm: Communicator | None = self._optimizer.peers.started
         return comm
 
@@ -125,24 +125,24 @@ class StageContext:
 
     @property
     def skips_inside(self) -> bool:
-        """Whether an optimizer inside skips updates with nonfinite gradients."""
+        """Whether a wrapped optimizer, such as a loss-scaling one, skips updates with nonfinite gradients."""
         return bool(self._optimizer._skips_inside)
 
     @property
     def decides_with_all(self) -> bool:
-        """Whether an optimizer inside skips updates jointly with the replicas of all groups."""
+        """Whether a wrapped optimizer skips an update in all groups if a gradient of one group is not finite."""
         return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
 
     @property
     def window(self) -> Any:
-        """The accumulation stage, or None."""
+        """The stage that accumulates gradients over micro-batches, or None."""
         return self._optimizer.accumulation
 
     @property
     def has_finished(self) -> bool:
-        """Whether the last backward pass has already reduced the gradients."""
+        """Whether the last backward pass has already reduced the gradients over replicas."""
         return bool(self._optimizer.pipeline.reducer.has_finished)
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that need each one."""
+        """Pass the gradients of a micro-batch to the stages that use each micro-batch, not only their mean."""
         self._optimizer.pipeline.micro_batch(step, starts)

@@ -1,6 +1,6 @@
-"""Execute a `Reduction`: reduce the gradients of all replicas, together with their flags.
+"""Reduce the gradients of all replicas, together with flags such as "a gradient is not finite".
 
-This module imports no framework, so tests replace the replicas by fakes.
+This module imports no framework, so its tests can use fake replicas.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from keras_shardopt.update.transport import Transfer
 
 
 class Moved(NamedTuple):
-    """The result of a `Reduction`."""
+    """The result of a reduction of gradients."""
 
     grads: list[Tensor | None]
     """Global gradients, or this replica's slices of them."""
 
     nonfinite_flags: Tensor | None
-    """The sums or means of `Reduction.nonfinite_flags`: a flag is set if it is greater than 0. None without flags."""
+    """The reduced `Reduction.nonfinite_flags`: above 0 for a flag that a replica has set. None without flags."""
 
     in_slices: bool = False
     """Whether `grads` are slices, different on each replica."""
 
 
 def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Moved:
-    """Reduce the gradients to all replicas.
+    """Reduce the gradients over replicas. Each replica receives the results.
 
     Raises:
         ValueError: on every replica, if not all train the same variables.
@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Add the largest next values (`overwrite_with_gradient`). Call it last, after the check for equal variables."""
+    """Add the largest value of all replicas for variables with `overwrite_with_gradient`. Call this last."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -73,7 +73,7 @@ def _sums(
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], nonfinite_flags
-    # Members of a group may detect another group's failure at different times, so they exchange a flag.
+    # Replicas of a group can detect another group's error at different times. A flag makes them raise together.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
     has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.has_new_failure()
@@ -111,11 +111,11 @@ _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 
 def _ranks_of(replicas: Communicator) -> Any:
-    """Return all ranks, for reporting an error to other groups; None unless replicas are ranks."""
+    """Return the communicator of all PyTorch ranks, to report an error to other groups; None on other backends."""
     world = replicas.world
     return world if _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
 
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
-    """Return a gradient with its variable's shape, because a TensorFlow trace may not know the gradient's."""
+    """Return a gradient with its variable's shape, because its own can be unknown while TensorFlow traces."""
     return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Configured:
-    """An object whose attributes are its constructor's arguments. This class derives config and `repr` from them."""
+    """Base class of objects whose attributes are their constructor's arguments. Derives config and `repr` from them."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, serialized."""
@@ -54,15 +54,15 @@ class Settings(Configured):
     """The former arguments of `CrossShard` that this class replaces, with defaults. They work for one more release."""
 
     spelling: ClassVar[str]
-    """The argument that a `DeprecationWarning` recommends, with `{}` in place of the object."""
+    """The argument that a `DeprecationWarning` recommends, such as `extensions=[{}]`, with `{}` for the object."""
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
-        """Create the object from old arguments."""
+        """Create the object from former arguments of `CrossShard`."""
         raise NotImplementedError
 
     def to_old(self) -> dict[str, Any]:
-        """Return the old arguments, which are attributes of the optimizer for one more release."""
+        """Return the values of `old_arguments`. They stay readable on the optimizer for one more release."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -77,7 +77,7 @@ class Extension(Settings):
     """Base class of the features that users pass to `CrossShard(extensions=[...])`."""
 
     place: ClassVar[Place]
-    """Where the extension's stages run among the stages of the core."""
+    """When the extension's stages run, relative to the built-in stages of `CrossShard`."""
 
     needs_local_gradients: ClassVar[bool] = False
     """Whether the extension needs each replica's unreduced gradients."""
@@ -109,7 +109,7 @@ class ExtensionStage(Stage):
     """Whether results must be bitwise independent of the number of replicas."""
 
     reducer: Any = None
-    """The reducer to use instead of the one from `reducer_of`, or None."""
+    """Reduces gradients over replicas in place of the default reducer; None for the default."""
 
     optimizers: Sequence[Any] = ()
     """The stage's optimizers besides the inner one, such as one that updates averaged weights."""
@@ -118,13 +118,13 @@ class ExtensionStage(Stage):
     """The stage's variables that optimizer files contain."""
 
     replica_state: Sequence[Variable] = ()
-    """Optimizer state that each replica updates separately. `_replica_state` includes it once values may differ."""
+    """Optimizer state that each replica updates separately. `_replica_state` includes it once values can differ."""
 
     weights_differ: bool = False
     """Whether replicas currently have different weights."""
 
     restores_skipped_updates: bool = False
-    """Whether the stage, instead of `Rollback.settled`, restores moving statistics after skipped updates."""
+    """Whether the stage restores moving statistics after skipped updates, so `Rollback.settled` must not."""
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""
@@ -133,10 +133,10 @@ class ExtensionStage(Stage):
         """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives for a traffic report, and the number of updates that they serve together.
+        """Return the collectives that the stage really runs, and the number of updates for which they run once.
 
         Args:
-            collectives: the collectives of every update.
+            collectives: the collectives of each update without this stage.
         """
         return list(collectives), 1
 

@@ -30,15 +30,15 @@ class FusedUpdate(Stage):
         return [] if _kernels is None else [cls(context)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Find the optimizers with an update rule, once."""
-        # Kernels round the last elements of an array differently, and each number of replicas has other slices. So if
-        # results must not depend on that number, kernels must reproduce Keras' arithmetic.
+        """Find the innermost optimizers, because only these have an update rule."""
+        # Fused kernels round the last elements of an array differently, and slices depend on the number of replicas.
+        # So if results must not depend on that number, kernels must reproduce Keras' arithmetic.
         optimizer = self._context.optimizer
         varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extension_stages)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Inside another wrapper, always use the kernel: it also multiplies gradients by that wrapper's factor.
+            # Inside another wrapper, use the kernel, because it also multiplies gradients by the wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 

@@ -29,7 +29,7 @@ _DIVIDED_BEFORE = (
 )
 
 
-# Backends that detect whether a step divides its losses by the number of replicas.
+# Backends that can detect whether losses were divided by the number of replicas.
 _losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -39,16 +39,16 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 
 
 class GradientStateFinder:
-    """Determines the state in which the gradients of a `CrossShard` arrive."""
+    """Determines how the gradients of a `CrossShard` arrive: local, divided, summed, or global (`GradientState`)."""
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options
         self.needing = options.needing_local_gradients()
-        """The options that need each replica's gradients, as `name=value`."""
+        """The options that need each replica's unreduced gradients, as `name=value`."""
         self.accumulates = accumulates
         self._optimizer = optimizer
         self.declared_state: GradientState | None = GRADIENT_STATES[options.gradients]
-        """The state set by the argument `gradients` or by `declare`; None to detect it."""
+        """How gradients arrive, as set by the argument `gradients` or by `declare`; None to detect it."""
         self._last: GradientState | None = None
         self._warned: set[str] = set()
 
@@ -59,11 +59,11 @@ class GradientStateFinder:
 
     @property
     def may_be_local(self) -> bool:
-        """Whether gradients may arrive unreduced and undivided (`LOCAL`)."""
+        """Whether gradients can arrive unreduced and undivided (`LOCAL`)."""
         return self._options.gradients in ("auto", "local") and self.declared_state in (None, GradientState.LOCAL)
 
     def declare(self, state: GradientState | None) -> None:
-        """Set the state of later gradients, unless the argument `gradients` has set it; None to detect it."""
+        """Set how later gradients arrive, unless the argument `gradients` has set it; None to detect it."""
         if self._options.gradients == "auto":
             self.declared_state = state
 
@@ -90,7 +90,7 @@ class GradientStateFinder:
         return step.replace(gradient_state=state)
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
-        """Return the state of these gradients, as declared or as detected by the backend."""
+        """Return how these gradients arrive, as declared or as detected by the backend."""
         if self.declared_state is not None:
             for doubt in _evidence_of(comm, self.declared_state).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
@@ -98,7 +98,7 @@ class GradientStateFinder:
         state = comm.gradient_state(step.grads, step.variables)
         is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
-            # The loss of an already traced step is not detected again, so assume that it is still divided.
+            # TensorFlow detects divided losses only while it traces, so assume that this loss is still divided.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self._last = state
         for doubt in doubts:

@@ -12,22 +12,22 @@ from keras_shardopt.numerics import Variable
 
 
 class Known:
-    """The cached value of one variable, for untraced steps. It is read again if other code has assigned it."""
+    """Caches the value of one variable, for uncompiled steps. Reads it again after an assignment by other code."""
 
     def __init__(self) -> None:
         self._value = np.zeros(())
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # a copied variable has other versions
+        return {**vars(self), "_version": None}  # a copy has another variable, so this version is invalid
 
     def of(self, variable: Variable) -> np.ndarray:
-        """Return the value, read from the variable only if its version has changed."""
+        """Return the value. Read the variable only if it was assigned since the last call."""
         version = runtime.version(variable)
         if version != self._version:
             self.note(variable, ops.convert_to_numpy(variable))
         return self._value
 
     def note(self, variable: Variable, value: Any) -> None:
-        """Cache the value assigned last."""
+        """Store the value that was just assigned to the variable."""
         self._value, self._version = np.array(value), runtime.version(variable)

@@ -31,7 +31,7 @@ from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
-# Backends that record divided losses, including those of this module, to detect how gradients arrive.
+# Backends that record whether losses were divided by the number of replicas, to detect how gradients arrive.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
@@ -80,8 +80,8 @@ def _reduce_weighted_values(
         # The loss has no values per row, so assume that it is the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        # A custom loss may drop values. It may then have one per row by chance, on some replicas only, so they all
-        # exchange their counts.
+        # A custom loss can drop values, and by chance have one per row on some replicas only. So all replicas exchange
+        # their counts.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, is_sum) if part.losses_are_divided and _dividing is not None else loss
@@ -162,13 +162,13 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether `values` has one entry per row of this part, which is assumed if the number of rows is a tensor."""
+    """Whether `values` has one entry per row of this part. Assumed if the number of rows is a tensor."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
 
 def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
-    """Return the number of values of all parts, if each row has the same number."""
+    """Return the number of values in all parts, if each row has equally many."""
     if isinstance(part.rows_here, int):
         return part.global_batch_size * math.prod(values.shape[1:])
     return ops.cast(part.global_batch_size, dtype) * (_size(values, part, dtype) / ops.cast(part.rows_here, dtype))
@@ -242,7 +242,7 @@ def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Ten
 
 
 def _has_padding(part: BatchShare) -> bool:
-    """Whether this part can contain padding rows next to rows of the batch, so layers process both."""
+    """Whether layers process padding rows together with rows of the batch."""
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 

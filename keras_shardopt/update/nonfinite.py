@@ -32,8 +32,8 @@ class SkipNonFinite(Stage):
     """Skips updates with a NaN or infinite gradient on any replica, and records the replica and the variable.
 
     Args:
-        context: the interface of the optimizer. Its counters are created now, to be readable before `build`.
-        skips_inside: whether a loss-scaling optimizer inside skips and counts such updates instead.
+        context: the interface of the optimizer. The constructor creates counters, so they are readable before `build`.
+        skips_inside: whether a wrapped loss-scaling optimizer skips and counts such updates instead.
         checks_early: whether to check each replica's gradients before the reduction, even if they arrive reduced.
     """
 
@@ -96,13 +96,13 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more than `before` updates were skipped, after the assignment of `after`."""
+        """Raise FloatingPointError if more than `before` updates were skipped. Waits until `after` are assigned."""
         # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raise FloatingPointError if updates were skipped since the last call. `from_now` only restarts the count."""
+        """Raise FloatingPointError if updates were skipped since the last call. `from_now`: raise no error."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
@@ -127,7 +127,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
-    """Return the length of `flags`."""
+    """Return the number of elements of `flags`: for each replica, the binary digits of an index."""
     return num_replicas * num_variables.bit_length()
 
 
@@ -158,7 +158,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `found_inf` from reduced flags and the first nonfinite index in the sums (from 1; or 0).
+    """Return `found_inf` from reduced flags and the first nonfinite index in the sums (from 1; 0 if all are finite).
 
     The sums are checked too, because a sum can overflow even if all its terms are finite.
     """
@@ -175,10 +175,10 @@ def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
-    """Combine the results of `check_grads` of all replicas.
+    """Return, over all replicas, whether a gradient is NaN and the largest absolute value.
 
     Raises:
-        ValueError: on the other replicas, if some call `fail_among_all` instead.
+        ValueError: if another replica calls `fail_among_all` instead.
     """
     found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
     (found,) = replicas.all_reduce([found], "max")
@@ -188,7 +188,7 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tup
 
 
 def fail_among_all(replicas: Communicator) -> None:
-    """Take part in `largest_of_all` on a replica that is about to raise an error, so the others raise too."""
+    """Make `largest_of_all` raise on the other replicas, because this one is about to raise an error."""
     replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
 
 
@@ -201,7 +201,7 @@ def move_and_check(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Reduce gradients and check them in the same collective.
 
-    With `group_assignment`, all groups run one more collective of a few elements, because they must skip together.
+    With `group_assignment`, all groups run one more collective of a few elements, because they skip updates together.
 
     Args:
         reduction: this replica's input. Its `found` may come from a check before clipping.
@@ -242,7 +242,7 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `found_inf` without flags, from the first nonfinite index in the sums and in this replica's gradients."""
+    """Return `found_inf` if no flags were sent, from the first nonfinite index in sums and own gradients."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])

@@ -10,19 +10,19 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class PartOfBatch(Communicator):
-    """The communicator of losses and stages while they process one part of a batch.
+    """The communicator that losses and stages use while one part of a batch is processed. They treat parts as replicas.
 
     Losses that divide by the sum of a mask, or of sample weights, need this sum over all parts. So a trainer first runs
-    all parts with `CountingPart`, sums their counts, and passes the sums as `counted`. If each replica has exactly one
-    part, it passes `others` instead, and the losses of the parts communicate.
+    all parts with `CountingPart`, and passes the recorded sums as `counted`. If each replica has exactly one part, the
+    trainer skips this run and passes `others`.
 
     Args:
         replica_id: the index of this part.
         num_replicas: the number of parts.
-        is_first: whether it is the first part on its replica.
-        is_last: whether it is the last part on its replica.
+        is_first: whether this is the first part that its replica processes.
+        is_last: whether this is the last part that its replica processes.
         counted: the sums over all parts, in the order in which losses reduce them.
-        others: the replicas, if each has one part.
+        others: the communicator of the replicas, if each has exactly one part.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sums over all parts: those in `counted`, or those over `others`. Raise ValueError otherwise."""
+        """Return the sums over all parts, from `counted` or `others`. Raise NotCountedError if neither has them."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):
@@ -66,16 +66,16 @@ class PartOfBatch(Communicator):
 
 
 class NotCountedError(ValueError):
-    """The error for a reduction over all parts whose sum is not in `counted`."""
+    """Raised if a loss or layer reduces over all parts, but the sum was not counted before."""
 
 
 class CountingPart(PartOfBatch):
-    """The communicator of a first run that only records the sums that losses reduce."""
+    """The communicator of a first run. It only records the values that losses sum over parts."""
 
     def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
         super().__init__(replica_id, num_replicas, is_first, is_last)
         self.counts: list[Tensor] = []
-        """This part's terms of the sums, in the order of the calls."""
+        """The tensors of this part that losses sum over parts, in the order of the calls."""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Record the tensors, and return them unchanged."""

@@ -30,7 +30,7 @@ class Peers:
         self._optimizer = optimizer
         self._members = members
         self.started: Communicator | None = None
-        """PyTorch: the ranks, once they have equal weights; None before the first update."""
+        """PyTorch: the communicator of all ranks, once they have equal weights; None before the first update."""
         self.is_loaded = False
         """Whether the optimizer comes from a file and has not been used yet."""
         # The text that describes this training (`agreement.py`), and whether it was equal on all processes.
@@ -97,9 +97,9 @@ class Peers:
         runtime.no_compile(self._compare, self._optimizer._trainable_variables)
 
     def check_parts(self) -> None:
-        """Check that the shards of divided state belong to the same update. All processes call it together.
+        """Check that the state shards of all processes belong to the same update. All processes call it together.
 
-        Call it before giving all processes the values of process 0: shards cannot be copied from there.
+        Call it before values of process 0 are copied to all processes, because shards cannot be copied.
 
         Raises:
             ValueError: on every process.

@@ -1,4 +1,4 @@
-"""The order of one update: stages around one reduction."""
+"""Run one update: stages, the reduction of gradients over replicas, and stages after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
 
 _NO_STEP = Step((), ())
-# A context variable, because TensorFlow's replicas are threads that alternate within one update.
+# The step of `resuming`. A context variable, because TensorFlow's replicas are threads that alternate in one update.
 _resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NO_STEP)
 _resumed_lock = threading.Lock()
 
@@ -30,7 +30,7 @@ class Reducer(Protocol):
     """Makes gradients global by all-reduce or reduce-scatter, after the backward pass or during it (in buckets)."""
 
     transport: Transport
-    """The transport of gradients between replicas."""
+    """Encodes and sends gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Handle a loss before its backward pass. `row_share` is `Step.row_share` of this replica."""
@@ -40,16 +40,16 @@ class Reducer(Protocol):
         """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step reduced in buckets, without `Stage.local`; None if gradients are not sent early."""
+        """Return the step with gradients reduced in buckets, without `Stage.local`; None if there are no buckets."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the step with global gradients: whole, or this replica's slices."""
 
     def own_part(self, step: Step) -> Step:
-        """Return this replica's slices of an already reduced step, or the step if it updates whole variables."""
+        """Return this replica's slices of an already reduced step; the step itself without shards."""
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return `Step.axes`: the dimension along which `reduce` can leave slices of each gradient."""
+        """Return, for each gradient, the dimension along which `reduce` divides it among replicas, or None."""
 
     def finish(self, comm: Communicator) -> None:
         """Notify the other replicas that this one has ended training, so they do not wait for it."""
@@ -61,7 +61,7 @@ class Pipeline:
     Args:
         stages: from the outermost to the innermost.
         reducer: turns gradients into global ones.
-        update: receives the final step.
+        update: updates the weights with the final step.
         axis_name: str. JAX: the mapped axis of the replicas.
         classify: returns the step with its `gradient_state`.
     """
@@ -76,7 +76,7 @@ class Pipeline:
     ) -> None:
         self.change(stages, reducer)
         self.end_watch: Callable[[], None] | None = None
-        """The function that removes the stage of `update.watch`, or None."""
+        """Removes the temporary stage that `update.watch` has inserted; None without one."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
@@ -93,7 +93,7 @@ class Pipeline:
 
     @property
     def transport(self) -> Transport:
-        """The transport of gradients between replicas."""
+        """Encodes and sends gradients between replicas."""
         return self.reducer.transport
 
     def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
@@ -105,7 +105,7 @@ class Pipeline:
         """Whether no stage reads or changes the gradients."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that need each one."""
+        """Pass the gradients of a micro-batch to the stages that use each micro-batch, not only their mean."""
         for stage in self.stages:
             if stage._uses_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
@@ -123,14 +123,14 @@ class Pipeline:
                 stage.before_reading()
 
     def run(self, step: Step) -> None:
-        """Process the step of one `apply`."""
+        """Process the gradients of one call of `apply`."""
         if self._collect is None:
             self._collect = self._through("collect", self._reduce_and_commit)
             self._commit = self._through("commit", self._update)
         self._collect(step)
 
     def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Run `update(grads, variables)` without a step. The caller checks `is_idle`, and that nothing is reduced."""
+        """Run `update(grads, variables)` without a `Step`. Only if `is_idle`, and if nothing must be reduced."""
         if self._fused is None:
             update(grads, variables)
         else:
@@ -150,22 +150,22 @@ class Pipeline:
 
     @property
     def collectives(self) -> list[Collective]:
-        """The collectives of the last update, or of its last trace."""
+        """The collectives (calls that communicate) of the last update, recorded while tracing if it is compiled."""
         return [*self._reducing, *self._committing]
 
     @property
     def carried(self) -> list[Variable]:
-        """The variables of `Transport.carried`, as a list."""
+        """The variables in which the transport keeps values for the next reduction (`Transport.carried`)."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
     def replica_state(self) -> list[Variable]:
-        """The variables of stages and transport with a different value on each replica."""
+        """All variables of the stages and the transport that have a different value on each replica."""
         return [*[variable for stage in self.stages for variable in stage._replica_state], *self.carried]
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
-        """Make `CrossShard.update_inner` continue after the reduction with this step, which `reduce` has returned."""
+        """Make `CrossShard.update_inner` skip the reduction and continue with `step`, a result of `reduce`."""
         self._count_resumed(1)
         token = _resumed.set(step)
         try:
@@ -185,7 +185,7 @@ class Pipeline:
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Select the values of `carried` from the values of an optimizer's variables."""
+        """Select the values that belong to `carried` from the values of all variables of an optimizer."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

@@ -1,4 +1,4 @@
-"""The registry that each extension enters when imported, with its implementation of an argument or training step."""
+"""The registry of extensions. An extension registers its code for an argument or a training step when imported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from keras_shardopt.backends import for_backend
 
 @dataclasses.dataclass(frozen=True)
 class Plug:
-    """An extension's implementation of an argument of `CrossShard`."""
+    """The code with which an extension implements an argument of `CrossShard`, such as `compression`."""
 
     made: Callable[[Any], Any]
     """Converts the user's value to a serializable object, or raises ValueError."""
 
     transport: Callable[[Any, Any], Any]
-    """`(object, context)` -> the `Transport` of an optimizer."""
+    """`(object, context)` -> the `Transport`, which sends an optimizer's gradients."""
 
 
 class Place(enum.IntEnum):
-    """The places of stages, outermost first. Extensions come after the core's stages of the same place."""
+    """The order of stages, outermost first. At the same place, built-in stages come before those of extensions."""
 
     OUTERMOST = 0
     WINDOW = 1  # gradient accumulation, local SGD
@@ -36,12 +36,12 @@ _steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
 
 
 def register(argument: str, plug: Plug) -> None:
-    """Register the implementation of the `CrossShard` argument with this name."""
+    """Register `plug` as the implementation of the `CrossShard` argument with this name."""
     _plugs[argument] = plug
 
 
 def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: str) -> None:
-    """Register a class that replaces the `TrainStep` of trainers. Its module is imported when it first applies.
+    """Register a class that replaces `TrainStep` in the trainers of some models. Its module is imported when needed.
 
     Args:
         applies: returns whether a model with these `CrossShard` optimizers needs the class.

@@ -37,7 +37,7 @@ _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 
 class GradientSlicer(Protocol):
-    """The `Shards` of an optimizer (`sharding/shards.py`): the members that a reducer uses."""
+    """The members of `Shards` (an optimizer's divided state, `sharding/shards.py`) that a reducer uses, as a type."""
 
     reduces_in_slices: bool
     gradient_slices: Any
@@ -91,7 +91,7 @@ class AllReduce:
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension along which a layout divides each variable's state; None to keep the gradient whole."""
+        """Return the dimension along which each variable's state is divided over devices; None if it is whole."""
         if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
@@ -172,12 +172,12 @@ class ReduceScatter(AllReduce):
         return step if self._shards.reduces_in_slices or self._arrives_in_slices(step) else self.own_part(step)
 
     def _arrives_in_slices(self, step: Step) -> bool:
-        """Whether the reduction leaves slices along `Step.axes`."""
+        """Whether each replica receives its slice of each gradient along `Step.axes`, not the whole gradient."""
         return step.axes is not None and self._leaves_slices and not self._shards.reduces_in_slices
 
 
 class Overlapped:
-    """Sends gradients during the backward pass on PyTorch. If it cannot, `at_the_end` sends them afterwards."""
+    """Sends gradients during the backward pass on PyTorch. If this is impossible, uses `at_the_end` afterwards."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ def reducer_of(
     transport: Transport | None = None,
     shards: GradientSlicer | None = None,
 ) -> AllReduce | Overlapped:
-    """Return the reducer for these options; with `shards`, one that leaves slices."""
+    """Return the reducer for these options; with `shards`, one that gives each replica its slices."""
     if transport is None:
         transport = transport_of(options.compression, context)
         transport.check()
@@ -278,5 +278,5 @@ def reducer_of(
 
 
 def whole_reducer_of(reducer: Any) -> Any:
-    """Return the reducer that sends after the backward pass, so stages can process local gradients."""
+    """Return a reducer that sends after the backward pass, so stages can process local gradients."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

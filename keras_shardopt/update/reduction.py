@@ -1,4 +1,4 @@
-"""One replica's input to the reduction of an update: a value that is packed, reduced and unpacked once.
+"""One replica's input to the reduction of an update: its gradients, and how replicas combine them.
 
 The state of the gradients determines the collective and the factor.
 """
@@ -45,29 +45,29 @@ class Reduction:
     """Multiplies the results."""
 
     is_whole: bool = True
-    """Whether the gradients are those of a mean loss, and not yet divided by the number of replicas."""
+    """Whether each gradient is that of the replica's mean loss, not yet divided by the number of replicas."""
 
     trained: Sequence[bool] | None = None
-    """Whether this replica trains each variable; None means all."""
+    """For each variable, whether this replica trains it; None if it trains all."""
 
     trains: bool = True
     """False if this replica has ended its training."""
 
     nonfinite_flags: Callable[[str], Tensor] | None = None
-    """Returns `nonfinite.flags` in a given dtype, to reduce with the gradients; None to send no flags."""
+    """Takes a dtype. Returns flags of nonfinite gradients, to reduce with the gradients; None to send no flags."""
 
     found: Tensor | None = None
-    """The local `Step.found_inf`; None if unknown."""
+    """The index, from 1, of this replica's first nonfinite gradient; 0 if all are finite, None if unchecked."""
 
     loss_scale: Any = None
-    """The factor of the loss; None for the optimizer's `loss_scale`."""
+    """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     own: Sequence[Tensor] | None = None
-    """The values of `Transport.carried` on this replica; None if the transport reads the variables."""
+    """This replica's values of `Transport.carried`, kept for this reduction; None to read them from the variables."""
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
-        """Pack a step with local gradients, already weighted by rows."""
+        """Create the input from a step with local gradients, already weighted by rows."""
         grads, variables, found = step.grads, step.variables, step.found_inf
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
@@ -95,7 +95,7 @@ class Reduction:
 
     @classmethod
     def of_nothing(cls, variables: Sequence[Variable], num_flags: int = 0) -> Reduction:
-        """Pack zeros, with a mark that this replica has ended its training."""
+        """Create an input of zeros, for a replica that has ended its training."""
         flags = (lambda dtype: ops.zeros((num_flags,), dtype)) if num_flags else None
         nothing = [None] * len(variables)
         return cls(nothing, variables, range(len(variables)), "sum", trains=False, nonfinite_flags=flags)
@@ -105,7 +105,7 @@ class Reduction:
         return dataclasses.replace(self, **changes)
 
     def unpack(self, grads: Gradients, found_inf: Tensor | None, step: Step) -> Step:
-        """Return the reduced step, without the variables that only other replicas train."""
+        """Return the step with reduced gradients, without the variables that only other replicas train."""
         if self.trained is not None:
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
@@ -121,19 +121,19 @@ class Reduction:
 
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
-    """Return the reduction that makes local or prescaled gradients global, up to the factor `rescaling`."""
+    """Return the reduction that makes local or prescaled gradients global, except for the factor `rescaling`."""
     # A prescaled gradient is divided by N already, so its plain sum is the mean.
     return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor of the sum of prescaled gradients."""
+    """Return the factor that turns the sum of prescaled gradients into their mean or sum (`kind`)."""
     # Each gradient is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 
 
 def rescale_reduced(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
-    """Return the gradients of a step that arrive reduced, as mean or sum, without a collective."""
+    """Return gradients that arrive reduced, rescaled to their mean or sum (`kind`) without communication."""
     if step.gradient_state is GradientState.SUMMED:
         factor = 1 / num_replicas if kind == "mean" else 1
     else:

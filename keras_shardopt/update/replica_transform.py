@@ -28,7 +28,7 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _ReplicaOption(Stage):
-    """Base class: applies the option `_option` to each replica's gradients, in units of its mean loss."""
+    """Base class of stages that apply one option to each replica's gradients, as gradients of its mean loss."""
 
     _option: str
 

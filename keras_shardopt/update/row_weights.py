@@ -14,7 +14,7 @@ from keras_shardopt.update.step import Step
 def zero_without_rows(step: Step) -> Step:
     """Multiply the gradients by `Step.weight`. Without rows, return zeros and a `found_inf` of 0.
 
-    The number of rows is no factor, because losses have already divided by the rows of all replicas.
+    Gradients are not weighted by rows, because losses have already divided by the number of rows of all replicas.
     """
     weight = step.weight
     if not isinstance(step.row_share, float):

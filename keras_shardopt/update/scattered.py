@@ -1,6 +1,6 @@
-"""A transfer that gives each replica its slice along any dimension, for state in such a layout.
+"""Reduce gradients to slices along any dimension, one per replica, for optimizer state divided in this way.
 
-Hides that `Communicator.reduce_scatter` slices only along the first dimension.
+`Communicator.reduce_scatter` slices only along the first dimension, so this module moves the dimension there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from keras_shardopt.update.transport import Transfer
 
 
 class AlongAxes(Transfer):
-    """Reduces some gradients to slices along a dimension, and everything else whole.
+    """Reduces some gradients to slices, one per replica, and returns all other tensors whole.
 
     Args:
-        transfer: the plain transfer. Its `left` and its communicator are used.
-        axes: by position of a variable, the dimension along which its gradient is divided.
+        transfer: the transfer of undivided gradients. Its `left` and its communicator are used.
+        axes: maps a variable's position to the dimension along which its gradient is divided.
     """
 
     def __init__(self, transfer: Transfer, axes: Mapping[int, int]) -> None:

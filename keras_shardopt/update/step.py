@@ -14,7 +14,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The gradients of one update, with their state and weights.
+    """The gradients of one update, and how to reduce them.
 
     Its tensors belong to one replica and may be traced, so a stage must not store them.
 
@@ -44,7 +44,7 @@ class Step:
     """This replica's number of rows divided by the mean number per replica; 0 without rows."""
 
     loss_scale: Any = None
-    """The factor of the loss; None for the optimizer's `loss_scale`."""
+    """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     found_inf: Tensor | tuple[int, int, int] | None = None
     """The first nonfinite gradient; None if unchecked. Indices count the step's `variables`.
@@ -59,11 +59,11 @@ class Step:
     """JAX: the mesh axis of gradients stacked along their first dimension, one entry per replica; None if unstacked."""
 
     axes: Sequence[int | None] | None = None
-    """By gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
+    """For each gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values of `Pipeline.carried`: before the reduction those to use (None: read the variables), after
-    it the new ones."""
+    """This replica's values of `Transport.carried`, which one reduction keeps for the next. Before the reduction: the
+    old ones, or None to read the variables. After it: the new ones."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that stages pass from `local` to `commit`, equal on all replicas."""
@@ -79,7 +79,7 @@ class Step:
 
 
 Proceed = Callable[[Step], None]
-"""A function that runs the rest of the update after a stage."""
+"""Runs the rest of the update after a stage."""
 
 
 class Stage:
@@ -186,7 +186,7 @@ def proceed_if(
     Args:
         condition: the scalar, equal on all replicas unless `updates_differ`.
         proceed: the rest of the update.
-        step: the step to proceed with. Its gradients and notes are operands of the branch.
+        step: the step to proceed with. Its gradients and notes are passed to the branch.
         variables: all variables that the rest of the update reads or assigns.
         updates_differ: whether the scalar may differ among replicas. Then `proceed` must not reduce.
     """

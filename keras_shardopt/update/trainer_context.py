@@ -19,7 +19,7 @@ class BatchShare:
     """This replica's part of the global batch in the running step."""
 
     local_batch_size: Any
-    """Number of rows here without padding: an int, or a scalar tensor if replicas of one program differ."""
+    """Number of this replica's rows without padding: an int, or a tensor if replicas of one program differ."""
 
     all_rows: Any
     """Number of rows on all replicas, or a function that waits for and returns it."""
@@ -34,7 +34,7 @@ class BatchShare:
     """Whether padding rows can follow the first `local_batch_size` rows."""
 
     rows_here: Any = None
-    """Number of rows here including padding: an int, a scalar tensor, or None if unknown."""
+    """Number of this replica's rows including padding: an int, a scalar tensor, or None if unknown."""
 
     @property
     def global_batch_size(self) -> Any:
@@ -51,7 +51,7 @@ class BatchShare:
 
     @property
     def row_share(self) -> Any:
-        """The rows here divided by `equal_part`: 1 if all replicas have equally many, 0 without rows."""
+        """This replica's rows divided by `equal_part`: 1 if all replicas have equally many, 0 without rows."""
         if isinstance(self.local_batch_size, int) and isinstance(self.global_batch_size, int):
             return self.local_batch_size / self.equal_part
         return ops.cast(self.local_batch_size, "float32") / self.equal_part
@@ -64,7 +64,7 @@ _parts_lock = threading.Lock()
 
 @contextlib.contextmanager
 def batch_shared(part: BatchShare) -> Iterator[None]:
-    """Set this replica's part of the global batch during the block."""
+    """During the block, `current_share` returns this replica's part of the global batch."""
     _count_parts(1)
     token = _part.set(part)
     try:

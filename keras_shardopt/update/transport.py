@@ -19,14 +19,14 @@ from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Step
 
 Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
-"""For each replica, its slices: the variable's position, the first element, and the gradient computed here."""
+"""For each replica, its slices as (variable's position, first element, this replica's gradient of the slice)."""
 
 
 class Transfer:
-    """One reduction of gradients. Replicas exchange all other tensors through the communicator."""
+    """Runs one reduction of gradients. Replicas exchange all other tensors through the communicator."""
 
     scatters: bool = True
-    """Whether `reduce_scatter` is implemented."""
+    """Whether this class implements `reduce_scatter`."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -53,8 +53,8 @@ class Transfer:
         """Return this replica's reduced slices, concatenated in a flat tensor, and the reduced `along`.
 
         Args:
-            rows: the slices for each replica.
-            length: int. Number of elements of the longest row, to which all are padded.
+            rows: for each replica, the slices that it receives.
+            length: int. Number of elements of the longest row; the others are padded to it.
             along: see `all_reduce`.
             op: "sum" or "mean".
             dtype: the dtype of the padding.
@@ -80,13 +80,13 @@ class Transfer:
 
 
 class Transport:
-    """Sends gradients unchanged."""
+    """Sends gradients unchanged. Subclasses encode them."""
 
     narrow: str | None = None
-    """The dtype in which gradients are summed, if the transport does nothing but cast; None otherwise."""
+    """The half-precision dtype to which gradients are cast, if nothing else is done to them; None otherwise."""
 
     divides_along_axes: bool = True
-    """Whether a reduction can leave slices along a dimension (`Step.axes`)."""
+    """Whether a reduction can give each replica a slice along a dimension (`Step.axes`)."""
 
     early_in_slices: bool = True
     """Whether slices can be sent during the backward pass."""
@@ -96,7 +96,7 @@ class Transport:
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The variables that pass values from one reduction to the next, by their name in backups.
+        """The variables that keep values for the next reduction, by their name in backups.
 
         Each replica has other values, for example the errors of a lossy code, which are added to the next gradients.
         """

@@ -111,7 +111,7 @@ class UserStage(Stage):
         return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """See `Stage.commit`. If a loss scaling inside skips the update, the stage's variables keep their values."""
+        """See `Stage.commit`. If a wrapped loss scaling skips the update, the stage's variables keep their values."""
         if not self._stage._overrides("commit"):
             proceed(step)
             return
@@ -127,7 +127,7 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # Ask the update counter: only the loss scaling inside can find an overflow in another replica's slices.
+        # Compare the update counter: only the wrapped loss scaling can find an overflow in another replica's slices.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
