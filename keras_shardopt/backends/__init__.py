@@ -1,4 +1,4 @@
-"""The only packages that import a framework, and the interfaces through which all other packages use them.
+"""The interfaces through which this package uses TensorFlow, JAX and PyTorch.
 
 A *replica* is a worker that trains on its own rows. `communicator` describes the replicas and moves tensors between
 them, `runtime` covers tracing and control flow, `placement` the storage of variables, and `processes` the processes of

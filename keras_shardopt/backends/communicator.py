@@ -164,7 +164,7 @@ class SingleReplica(Communicator):
 class GlobalView(Communicator):
     """Several replicas that one program computes together, so gradients are already global. Collectives raise an error.
 
-    `place` completes the error message: the setup in which gradients are global.
+    `place` completes the error message, for example "under a `keras.distribution`".
     """
 
     replica_id = 0

@@ -98,7 +98,7 @@ def equal_buffers(model: Any) -> list[Variable]:
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """Return the state variables in `layer.states`, with a value per row. Keras' RNN layers do not track theirs."""
+    """Return the variables in `layer.states`, with an entry per row. Keras does not track those of RNN layers."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
@@ -129,7 +129,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a method of the class to record its instance first. The wrapper's attribute `scan` is `self.scan`."""
+        """Wrap a method of the class: each call records its instance. The wrapper's attribute `scan` is `self.scan`."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ def install(use: str) -> None:
         found = list(_found(use))
         for owner, name, new in found:
             setattr(owner, name, new)
-        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # a set: targets of a class share it
+        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # a set: methods of a class share it
             scan()
         _installed.add(use)
 

@@ -82,7 +82,7 @@ class Placement:
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """Return this process's copies of a variable, outside a step. Of an array in shards, only the first shard."""
+        """Return this process's copies of a variable, outside a step. Of an array in shards, return the first."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:

@@ -121,7 +121,7 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait as `Processes.barrier` does, without a collective that other processes could pair with another.
+    """Wait as `Processes.barrier` does, without a collective that could be confused with one of other processes.
 
     `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
     and this one's index, and `noun` "process" or "rank".

@@ -21,7 +21,7 @@ class Runtime:
     """
 
     def communicator(self, axis_name: str) -> Communicator:
-        """Return the replicas around the caller, at this point of the program or its trace."""
+        """Return the communicator of the replicas that run the calling code."""
         del axis_name
         return SingleReplica()
 
@@ -110,7 +110,7 @@ class Runtime:
         return contextlib.nullcontext()
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
-        """Decorate a function to exempt it from rewriting by the tracer."""
+        """Decorate a function that TensorFlow's AutoGraph must not rewrite."""
         return function
 
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 class ScopeInScope(keras.StatelessScope):
-    """A stateless scope that reads variables without a mapping from the enclosing scope, and records assignments."""
+    """A stateless scope that records assignments, and takes missing values from the enclosing stateless scope."""
 
     def __init__(self, state_mapping: Any) -> None:
         super().__init__(list(state_mapping), collect_losses=True)

@@ -56,7 +56,7 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     return OwnParts(array.shape, str(array.dtype), parts)
 
 
-# On these backends, one array can lie on several processes. Import their modules below the names that they import.
+# Backends on which one array can be divided among processes. Their modules import the names defined above.
 _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 

@@ -30,7 +30,7 @@ from keras_shardopt.sharding.shards import OneProgramShards, flattened
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 
-# Backends whose copies of a variable can be slices of a whole.
+# Backends with one copy of a variable per replica, so copies can have the values of different slices.
 _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
@@ -71,7 +71,7 @@ class PaddedShards(OneProgramShards):
         variable = self.variables[i]
         if i not in self._divided:
             return variable
-        # Each replica's copy is assigned its slice before each update.
+        # Before each update, each replica's copy is assigned the slice of that replica.
         arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
         with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)

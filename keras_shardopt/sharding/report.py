@@ -15,7 +15,7 @@ from keras_shardopt.numerics import Variable, dtype_of
 class MemoryReport:
     """The optimizer state of each replica, in bytes. `print` formats it.
 
-    Counts the state of the optimizers inside and their master weights, but not accumulated gradients.
+    Counts the state of the wrapped optimizers and their master weights, but not accumulated gradients.
     """
 
     held: list[int | None]
@@ -72,7 +72,7 @@ _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
-    """Return the report of state that one program holds on one or several devices."""
+    """Return the report of state that one program holds on its devices."""
     sizes = [size_of(v) * item_size(v) for v in state]
     rows = [[size] for size in sizes] if _layouts is None else [_layouts.bytes_per_device(v) for v in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]

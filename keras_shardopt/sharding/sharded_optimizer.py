@@ -35,14 +35,14 @@ _SAVE_TOGETHER = (
 
 
 class ShardedState(OptimizerWrapper):
-    """Divides state: among processes (`FlatShards`), among replicas of one program (`PaddedShards`), or by a layout."""
+    """Divides state among processes (`FlatShards`), replicas of one program (`PaddedShards`), or by JAX shardings."""
 
     axis_name: str
     shard_state: bool
-    _shards: Shards | None = None  # None also if a layout divides the state without padding
+    _shards: Shards | None = None  # None also if JAX shardings divide the state without padding
 
     def _divided(self, variables: Sequence[Variable]) -> Shards | None:
-        """Create the shards. Return None if the state has no stand-ins."""
+        """Create the object that divides the state. Return None if the inner optimizer updates whole weights."""
         divide = _STRATEGIES.get(placement.state_sharding)
         return None if divide is None else divide(self, variables)
 
@@ -61,7 +61,7 @@ class ShardedState(OptimizerWrapper):
             placement.place([v for v in self.variables if id(v) not in own], "sharded")
 
     def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
-        """Raise ValueError if these replicas do not fit the division of the state."""
+        """Raise ValueError if the state was not divided among these replicas."""
         if self._shards is not None and not self._shards.lays_out:
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
@@ -161,7 +161,7 @@ class ShardedState(OptimizerWrapper):
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
-        """Whether state is divided among processes, which must join it for files."""
+        """Whether processes divide the state, so all of them must take part in saving it."""
         is_laid_out = self._lays_out_state and processes.process()[0] > 1
         return is_laid_out or (self._shards is not None and not self._shards.lays_out)
 
@@ -181,7 +181,7 @@ class ShardedState(OptimizerWrapper):
             store[str(i)] = stored_value(self, variable, store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # A SavedModel stores variables unjoined, so it would contain only one replica's part.
+        # A SavedModel stores variables as they are, so it would contain only one replica's part.
         is_divided = self._shards is not None and save_type != "checkpoint"
         return {} if is_divided else super()._trackable_children(save_type, **kwargs)
 
@@ -229,7 +229,7 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
     chain = [optimizer, *descendants(optimizer)]
     if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
-        return None  # callbacks swap averages in, so these need the shapes of the weights
+        return None  # callbacks exchange weights and averages, so both need the same shape
     if model_compiled_with(optimizer) is None:
         return None  # a model with several optimizers may store their variables itself
     return PaddedLayout(optimizer, variables, num_replicas)
@@ -240,7 +240,7 @@ _STRATEGIES: dict[str | None, Callable[..., Shards | None]] = {
     "copies": _slices_in_copies,
     "layout": _padded_rows,
 }
-"""By `Placement.state_sharding`, the function that creates stand-ins. A layout needs them for padded variables only."""
+"""For each value of `Placement.state_sharding`, the function that divides the state of an optimizer."""
 
 
 def _refuse_several() -> None:
@@ -253,5 +253,5 @@ def _refuse_several() -> None:
 
 
 def _finalizes(leaf: Any) -> bool:
-    """Whether a custom optimizer overrides the end of training."""
+    """Whether a custom optimizer overrides `finalize_variable_values`, called at the end of training."""
     return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values

@@ -1,4 +1,4 @@
-"""The common base of divided state: which part of each variable a replica updates, and the variable of each slot.
+"""Base classes of divided optimizer state: a replica updates a part of each variable, and holds the state of that part.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
@@ -41,16 +41,16 @@ class Shards(abc.ABC):
     """Whether `move` reduces gradients to slices. Otherwise all replicas receive all gradients."""
 
     move: Callable[[Reduction, Transfer, Communicator], Moved]
-    """With `reduces_in_slices`: as `exchange.move`, but returns this replica's slices."""
+    """Reduces gradients like `exchange.move`, but returns this replica's slices. Only with `reduces_in_slices`."""
 
     lays_out = False
-    """Whether one program holds the parts of all replicas, as arrays laid out over all devices."""
+    """Whether one program divides each array of state over its devices by a JAX sharding."""
 
     axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
-    """With `lays_out`: converts the dimensions along which gradients are divided to those of the stand-ins."""
+    """With `lays_out`: maps the dimension that divides each gradient to the one that divides its stand-in."""
 
     gradient_slices: Any = None
-    """The division of gradients during the backward pass; None if they are not divided then."""
+    """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
 
     stand_ins: list[Variable]
     """For each variable, this replica's part of it, or the variable itself if the part is all of it."""
@@ -65,18 +65,18 @@ class Shards(abc.ABC):
         (self._leaf,) = base_optimizers(optimizer)
         self._key = optimizer._var_key
         self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
-        # Maps the id of a slot to the position of its variable. Filled after the build of the inner optimizers.
+        # Maps the id of a slot (state such as a momentum) to the position of its weight. Filled after the build.
         self._slots: dict[int, int] = {}
 
     def _position(self, variable: Variable) -> int:
         return self._positions[self._key(variable)]
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the stand-ins of these variables."""
+        """Return this replica's parts of these variables."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
-        """Map each slot to its variable, now that the inner optimizers are built. Return the slots of wrappers."""
+        """Map each state variable to its weight, after the build. Return the state of wrappers, with positions."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
@@ -111,15 +111,15 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
-        """Map state to variables, after the inner optimizers are built."""
+        """Map each state variable to its weight, after the inner optimizers are built."""
 
     @abc.abstractmethod
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Update this replica's parts through `inner`, and give all replicas the new weights."""
+        """Update this replica's parts through `inner`, and send the new weights to all replicas."""
 
     @abc.abstractmethod
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Make `inner` set the final values of the weights. If one program runs all replicas, call it outside."""
+        """Make `inner` set the weights' final values. If one program runs all replicas, call this outside a step."""
 
     @abc.abstractmethod
     def is_divided(self, variable: Variable) -> bool:
@@ -127,7 +127,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of this state in files, undivided; None if only the replica that owns the state has it."""
+        """Return the undivided shape of this state, as in files; None if only the replica with this state can tell."""
 
     @abc.abstractmethod
     def stored(self, variable: Variable) -> np.ndarray:
@@ -146,7 +146,7 @@ class Shards(abc.ABC):
         """Check that all parts of the state are from the same update. All replicas call it before the first update.
 
         Raises:
-            ValueError: on all replicas, if their numbers of updates differ, or their weights if state depends on them.
+            ValueError: on all replicas, if their numbers of updates differ, or if state depends on weights that differ.
                 A replica cannot copy its slices from a replica that has loaded a file.
         """
 

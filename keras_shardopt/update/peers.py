@@ -53,7 +53,7 @@ class Peers:
         """Check that these replicas can train together. Before the first update, give them equal weights and state.
 
         Returns:
-            The factor for this replica's gradients, from `Placement.broadcast_state`.
+            The factor for this replica's first gradients, from `broadcast_state`: 0 if its weights were replaced.
 
         Raises:
             ValueError: on every replica, if their optimizers or variables differ.

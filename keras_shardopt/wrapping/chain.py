@@ -1,4 +1,4 @@
-"""Navigation in a chain of optimizers: the optimizers inside an optimizer."""
+"""Functions that find the optimizers inside an optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wrapping:
     """Whether this optimizer needs the gradients of all replicas, so `CrossShard` must be around it, not inside it."""
 
     _makes_gradients_global: bool = False
-    """Whether the optimizers inside receive global gradients: those of all replicas, or all towers."""
+    """Whether the wrapped optimizers receive global gradients, combined over all replicas or towers."""
 
     _keeps_state: bool = False
     """Whether this wrapper has its own variables, in addition to those of the inner optimizer."""
@@ -34,7 +34,7 @@ class Wrapping:
     """The smallest part of the gradients that this wrapper can process alone; None if it needs all gradients whole."""
 
     _sums_over_slices: bool = False
-    """Whether this wrapper sums over all elements, slice by slice if the state is divided."""
+    """Whether this wrapper sums over all gradients (for a norm), slice by slice if the state is divided."""
 
     _takes_penalties: bool = False
     """Whether this wrapper adds the gradients of regularizers itself."""
@@ -43,7 +43,7 @@ class Wrapping:
     """Whether this wrapper scales the loss and unscales the gradients itself."""
 
     _may_skip_updates: bool = False
-    """Whether this optimizer itself may skip updates with nonfinite gradients, for any reason."""
+    """Whether this optimizer can skip an update with nonfinite gradients, for any reason."""
 
 
 def innermost(optimizer: object) -> Any:
@@ -64,7 +64,7 @@ def base_optimizers(optimizer: object) -> list[Any]:
 
 
 def descendants(optimizer: object) -> list[Any]:
-    """Return every optimizer inside `optimizer`, wrappers and leaves."""
+    """Return every optimizer inside `optimizer`: wrappers, and those with an update rule."""
     found: list[Any] = []
     while (inner := _inner_of(optimizer)) is not None:
         found.append(inner)
@@ -93,7 +93,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
-    """Return the keys of a variable, and of the variables that replace it further inside."""
+    """Return the keys of a variable, and of its slices that the optimizers inside update instead."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *descendants(optimizer)]:
         if isinstance(wrapper, Wrapping) and wrapper.built:
@@ -103,7 +103,7 @@ def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
 
 
 def children(optimizer: Optimizer) -> list[Any]:
-    """Return the optimizers directly inside `optimizer`: several in a `MultiOptimizer`, none in a leaf."""
+    """Return the optimizers directly inside `optimizer`: several in a `MultiOptimizer`, none if it wraps none."""
     inner = _inner_of(optimizer)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 

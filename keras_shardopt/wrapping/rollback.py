@@ -60,11 +60,11 @@ class Rollback:
         """The variables to restore."""
         # The variables saved so far, and their entries. A step of `fit` saves them all at once when it begins. That
         # takes a fraction of the time of separate saves, and the difference matters for small models.
-        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # their assignments cannot be hooked
+        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # assigned without `_assign`
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []
-        """The values of `variables` at the start of the window, for traced steps."""
+        """The values of `variables` at the start of the accumulation window, for compiled steps."""
         runs_each_step = runtime.version(optimizer._iterations) is not None  # Python runs in each step, so it can count
         if accumulators is not None and not runs_each_step and add_variable is not None:
             self.snapshots = [
@@ -154,13 +154,13 @@ class Rollback:
     # -- in the steps of `fit` -----------------------------------------------------------------------------------
 
     def _begin_step(self, is_compiled: bool) -> None:
-        """Discard values from earlier forward passes without an update. Runs if Python executes each step."""
+        """Begin an uncompiled step: discard values saved by forward passes that no update followed."""
         if self._within_window:
             for variable in self.variables if is_compiled else ():
                 _saved.save_once(variable)
             return
         self._discard()
-        if is_compiled and len(self._assigned) < len(self.variables):  # compiled code bypasses the hook
+        if is_compiled and len(self._assigned) < len(self.variables):  # compiled code does not call `_assign`
             self._assigned.update((id(variable), variable) for variable in self.variables)
         variables = list(self._assigned.values())
         values = [variable._value for variable in variables]
@@ -267,7 +267,7 @@ def _is_usable(tensor: Tensor) -> bool:
 
 
 def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
-    """Return variables created as not trainable, without metrics and weights frozen or quantized later."""
+    """Return variables created as not trainable. Excludes metrics, quantized weights, and weights frozen later."""
     metrics = {id(v) for model in models for v in model.metrics_variables}
     found: dict[int, Variable] = {}
     for model in models:
@@ -302,7 +302,7 @@ def statistics_in(models: Sequence[Any]) -> list[Variable]:
 
 
 class _RollsBackStateless(keras.Model):
-    """A model with rollback, for steps that return all state."""
+    """Mixed into models on JAX: restores variables in the state that a training step returns."""
 
     is_outermost = True  # `train_step` here needs the state that the whole step returns
 
@@ -321,7 +321,7 @@ class _RollsBackStateless(keras.Model):
 
 
 class _RollsBack(keras.Model):
-    """A model with rollback, if Python executes each step."""
+    """Mixed into models whose steps run in Python: saves values at the beginning of a step."""
 
     def train_step(self, data: Any) -> Any:
         rollback = getattr(self.optimizer, "_rollback", None)
@@ -372,7 +372,7 @@ class _SavedValues(threading.local):  # TensorFlow's replicas are threads
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
     def entry(self, variable: Variable, value: Tensor) -> _SavedValue:
-        """Return an entry that is removed with its variable."""
+        """Return an entry that is deleted together with the variable."""
         key, values = id(variable), self.values
         return _SavedValue(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 
@@ -413,7 +413,7 @@ def save_before_assignment(variable: Variable) -> None:
 
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
-    """Replace `keras.Variable.assign`."""
+    """Replace `keras.Variable.assign`: save the old value first."""
     # In compiled code on other backends than TensorFlow, there is no concrete value to save.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _saved.before_assignment(variable)

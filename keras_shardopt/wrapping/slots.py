@@ -1,6 +1,7 @@
 """The state of an optimizer by variable and slot name, with the interface of TensorFlow 1.
 
-Slots can be found only by name: `add_variable_from_reference` derives the name from the variable's path.
+A slot is state of one trainable variable, such as a momentum. Slots can be found only by name:
+`add_variable_from_reference` derives the name from the variable's path.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.

@@ -37,7 +37,7 @@ _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 
 
 class DividedState(Protocol):
-    """State divided among replicas."""
+    """An optimizer's state, divided among replicas. These methods save and load it."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
         """Return the shape of the undivided state; None if only another replica has the state."""
@@ -176,7 +176,7 @@ def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
 
 
 def _may_be_for(metadata: _Metadata, model: Any) -> bool:
-    """Whether the file may be from an optimizer that updates exactly the model's trainable variables."""
+    """Whether the file can be from an optimizer that updates exactly the model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
     if metadata.num_variables is not None:  # some variables may have no slots
@@ -185,7 +185,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
 
 
 def _layer_and_name(variable: Variable) -> str:
-    """Return the layer and name of a variable. Equal layers may be in models with different names."""
+    """Return the layer and name of a variable, without its model, which can have another name in a file."""
     return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 
@@ -317,7 +317,7 @@ def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]
 
 
 class WrapperState(KerasSaveable):
-    """The variables of a chain's wrappers, as an object for which the saver creates a group."""
+    """The variables of nested wrappers, as an object for which Keras' saver creates a group."""
 
     def __init__(self, optimizer: StoredOptimizer) -> None:
         self._optimizer = optimizer

@@ -30,7 +30,7 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        if any(inside is not variable for inside, variable in pairs):  # a plain optimizer has no stand-ins
+        if any(inside is not variable for inside, variable in pairs):  # slices replace weights; `Adam()` has none
             del children["_trainable_variables"]
         return children
 

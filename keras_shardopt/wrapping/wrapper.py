@@ -127,7 +127,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self._init_around(inner, name)
 
     def _init_around(self, inner: Any, name: str | None) -> None:
-        """Construct an optimizer around `inner`. It may be None if the subclass overrides `inner`."""
+        """Construct an optimizer around `inner`. `inner` can be None if the subclass overrides the property `inner`."""
         install("optimizers")
         super().__init__(learning_rate=0.0, name=name)
         # Remove the base class's counter and learning rate: files would contain them, but they never change.
@@ -175,13 +175,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _delegates_factors(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
-        """Pass scalar factors of gradients (or None) to the next update's kernel. Return whether it applies them."""
+        """Make the kernel of the next update multiply gradients by these factors. Return whether this is possible."""
         if _kernels is None or self._observer is not None:
             return False
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
 
     def _inner_is_built(self) -> None:
-        """Handle the end of `build`, once: all state exists, and nothing is loaded into it yet."""
+        """Called once at the end of `build`: all state exists, and nothing is loaded into it yet."""
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """Return the variables that the inner optimizer updates instead of these. Called once before its build."""
@@ -223,7 +223,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
             )
         if not self.inner.built:
             # TensorFlow builds inside `apply`, in a name scope; variable paths must not depend on it.
-            # Keep tracking on: Adafactor needs it for variables that it does not use.
+            # Keep Keras' tracking on: Adafactor needs it for variables that it does not use.
             with empty_name_scope():
                 self.inner.build(inside)
         self._trainable_variables = variables
@@ -344,7 +344,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def _incoming_scale(self) -> Any:
-        """Return the factor of incoming gradients from loss scaling.
+        """Return the factor by which loss scaling has multiplied incoming gradients.
 
         It is 1 unless `loss_scale_factor` is set or an inner optimizer scales the loss and unscales the gradients.
         """

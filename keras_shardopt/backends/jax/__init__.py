@@ -1,4 +1,4 @@
-"""Replicas of a `keras.distribution`, or of a mapped axis."""
+"""The JAX backend: replicas of a `keras.distribution`, or of a mapped axis (`shard_map`, `pmap`)."""
 
 from keras_shardopt.backends.jax import placement, processes, runtime
 

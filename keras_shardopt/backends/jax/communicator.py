@@ -108,7 +108,7 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 
 def spans_processes(num_replicas: int) -> bool:
-    """Return whether this number of replicas is that of all devices of several processes."""
+    """Return whether the replicas are the devices of several processes, judged by their number."""
     # An axis over the devices of one process would be smaller.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 

@@ -1,4 +1,4 @@
-"""Replicas of a `tf.distribute` strategy."""
+"""The TensorFlow backend: replicas of a `tf.distribute` strategy."""
 
 from keras_shardopt.backends.tensorflow import placement, processes, runtime
 

@@ -145,7 +145,7 @@ _reduce_in_keras = keras_loss.reduce_values
 
 @tf.autograph.experimental.do_not_convert
 def _reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
-    """Replaces Keras' function of that name."""
+    """Replaces Keras' function of that name, to note whether it divides the loss."""
     loss = _reduce_in_keras(values, sample_weight, reduction)
     if reduction in (None, "none"):
         return loss
@@ -162,7 +162,7 @@ _scale_in_keras = keras_loss.scale_loss_for_distribution
 
 @tf.autograph.experimental.do_not_convert
 def _scale_loss_for_distribution(value: Any) -> Any:
-    """Replaces Keras' function of that name."""
+    """Replaces Keras' function of that name, to note that it divides the value."""
     return note_divided(_scale_in_keras(value))
 
 

@@ -71,7 +71,7 @@ _SCOPES = "_keras_shardopt_scopes"
 
 
 def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
-    """Replaces an optimizer's `_all_reduce_sum_gradients`."""
+    """Replaces an optimizer's `_all_reduce_sum_gradients`. Does nothing if the gradients are already reduced."""
     if any(scope.is_reduced for scope in optimizer.__dict__[_SCOPES]):
         return list(grads_and_vars)
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)

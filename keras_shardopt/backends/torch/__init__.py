@@ -1,4 +1,4 @@
-"""Replicas as ranks of `torch.distributed`."""
+"""The PyTorch backend: replicas are ranks of `torch.distributed`."""
 
 from keras_shardopt.backends.torch import placement, processes, runtime
 

@@ -140,7 +140,7 @@ def flat_buckets(
         if sent != like.dtype:
             wide = torch.zeros(size, dtype=like.dtype, device=like.device)
             results = _split(wide, places, tensors)
-        # Dividing a mean before sending saves a pass, and the sum overflows only if the mean does.
+        # For a mean, divide before sending: this saves a pass, and the sum overflows only if the mean does.
         divisor, factor = factors(op, num_ranks, divides=op == "mean" or sent != like.dtype)
         buckets.append(FlatBucket(places, flat, views, wide, results, divisor, factor))
     return buckets

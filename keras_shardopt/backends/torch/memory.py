@@ -73,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a new tensor of this size: zeros, and `own` in the given row, the slice of one rank."""
+        """Return a new tensor of `size` elements, in one row per rank: `own` in this row, and zeros elsewhere."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made
@@ -103,7 +103,7 @@ def _lie_in(flat: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 class Gathering:
-    """Pending all-gathers of slices."""
+    """Runs all-gathers of weight slices: begins several, then waits for all."""
 
     def __init__(self, replicas: TorchProcessGroup) -> None:
         self._replicas = replicas

@@ -343,7 +343,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients, again if any rank needs that. With `adds`, add to earlier results."""
+        """Send all gradients, repeatedly if any rank needs that. With `adds`, add the sums to earlier results."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -496,12 +496,12 @@ class Buckets:
 
 
 def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Return the `.grad` of a freed gradient: NaN, in the memory of one number."""
+    """Return a `.grad` for a weight after its gradient was freed: all NaN, in the memory of one number."""
     return None if grad is None else parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 class _Listener:
-    """A hook of `Buckets`, recognizable among other hooks."""
+    """The hook that gives a weight's gradient to `Buckets`. A class, so `Buckets` recognizes it among other hooks."""
 
     def __init__(self, buckets: weakref.ref[Buckets], i: int) -> None:
         self._buckets, self._i = buckets, i

@@ -108,7 +108,7 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Open the default process group ("gloo" or "nccl") of the ranks that torchrun started.
 
-    A second group can have fewer ranks. `timeout` limits each collective; None is PyTorch's default.
+    After `close_group`, the next group can have fewer ranks. `timeout` limits each collective (None: PyTorch's).
 
     Raises:
         ValueError: if the launcher did not set the address of rank 0.
@@ -119,7 +119,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:
-        # One store for all groups: rank 0 may host it, and other ranks could connect to an earlier one.
+        # One store for all groups: rank 0 can host it, and other ranks could connect to an earlier one.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
         # Each group has a prefix, or its ranks would read the addresses of the previous group. It includes the attempt,
@@ -213,7 +213,7 @@ _MESSAGE = "keras_shardopt/word"
 
 
 def report_failure(number: str, words: str) -> None:
-    """Write an error to the store, with an id."""
+    """Write an error message to the store, with an id, for ranks of other groups."""
     with contextlib.suppress(RuntimeError):
         store = distributed_c10d._get_default_store()
         store.set(_FAILURE, f"{number} {words}")
@@ -291,7 +291,7 @@ def note_error(words: str) -> None:
 
 
 def wait_for(work: Any, announcement: int = 0) -> None:
-    """Wait for a collective that other ranks may never start, although they have announced it.
+    """Wait for a collective that other ranks might never start, although they have announced it.
 
     If the collective is an announcement, `announcement` is its number. Otherwise it is 0.
 
@@ -411,7 +411,7 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
 
 
 class naming_missing_ranks:
-    """Wraps exactly one collective, because any failure inside is due to another rank.
+    """Must wrap exactly one collective, because it blames another rank for any failure inside.
 
     `under_way` is the caller's list of pending collectives, cleared on failure, and `call` their purpose.
 

@@ -25,7 +25,7 @@ class TorchRuntime(Runtime):
         if self._ranks is not None and self._ranks.are_current():  # reused, because each step asks several times
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
-            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # faster in each step
+            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # checked first for speed
             if size > 1:
                 raise ValueError(
                     "Several processes were started, but no process group is open, so each would train a separate "

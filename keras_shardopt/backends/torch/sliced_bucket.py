@@ -1,4 +1,4 @@
-"""Buckets of gradients with sharded state: each rank gets its slices of the sums.
+"""Buckets, gradients that are sent together, for sharded state: each rank receives its slices of the sums.
 
 A bucket has one chunk per rank, with the slices of that rank. Gradients are copied into memory shared by the buckets,
 and freed. Besides its slices, a rank holds two buckets, one being filled and one being sent, and the data received for

@@ -34,7 +34,7 @@ class _Summed(torch.autograd.Function):
 def summed(mine: Tensor, counts: bool) -> Tensor:
     """Return the sum of the ranks' equal-shaped tensors. All ranks call it and run its backward pass together.
 
-    If this rank's loss does not count (`counts`), its gradient is zero.
+    `counts` is false if this rank's loss does not count. Its gradient is then zero.
     """
     total: Tensor = _Summed.apply(mine, counts)
     return total
