@@ -1,4 +1,4 @@
-"""This process's part of a training set."""
+"""`shard_data`: selects this process's part of a training set."""
 
 from keras_shardopt.data.dispatch import shard_data
 

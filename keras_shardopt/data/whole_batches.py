@@ -16,7 +16,7 @@ _CHECKED_ELEMENTS = 2**16
 """Maximum number of elements that `checksum` reads from each array."""
 
 _FINGERPRINT_ELEMENTS = 2**7
-"""The same for `fingerprint`: few elements, because it runs for every batch and must cost no measurable time."""
+"""Maximum number of elements that `fingerprint` reads from each array: few, because it runs for every batch."""
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:

@@ -139,7 +139,7 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # A step whose logs are not its metrics never calls `show`. Its logs are then read in every batch.
+        # Steps with logs other than metrics never call `show`. Their logs are read in every batch.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:

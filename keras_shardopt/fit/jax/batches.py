@@ -240,7 +240,7 @@ def _joined(data: Any, num_rows: int) -> Any:
 
 
 class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Ends on all processes together: a process that has no batch left takes part with zero rows."""
+    """Iterator of batches that ends on all processes together: those without a batch left take part with zero rows."""
 
     def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
         self._model = model = caller_instance()  # found on the call stack, because Keras does not pass the model
@@ -290,7 +290,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Check the known batch sizes now: later, Keras has moved the weights out of the model."""
+        """Check the known batch sizes now, while the model has its weights. Later, Keras has moved them away."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
@@ -321,7 +321,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if not allows_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
         batches = self.parts() if self._is_whole else self.batches()
-        # Processes compare the first batch here: later, Keras has moved the weights into the step's state.
+        # Compare the first batch across processes now, before Keras moves the weights into the training state.
         if self._is_whole and not self._is_compared:
             first = next(batches, None)
             batches = itertools.chain([] if first is None else [first], batches)

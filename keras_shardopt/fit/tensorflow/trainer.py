@@ -187,7 +187,7 @@ def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], 
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Copies batches before it divides them, because a step would overwrite a batch in the memory of a NumPy array."""
+    """Copies batches before dividing them, because a step would overwrite NumPy arrays that share memory with them."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of this class or, with several workers, a `WorkersIterator`."""

@@ -136,7 +136,7 @@ class _NoSharding:
 
 
 class WorkersIterator(tensorflow_trainer.TFEpochIterator):
-    """Ends on all workers together: a worker that has no batch left takes part with zero rows."""
+    """Iterator of batches that ends on all workers together: those without a batch left take part with zero rows."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class Session:
         self._is_part = False
         """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
         self._step = 0
-        """If so, the index of the next batch in the epoch."""
+        """The index of the next batch in the epoch, if `_is_part`."""
         self._waits: bool | None = None
         """Whether a step can begin before `confirm` receives the messages; None until `_can_wait` computes it."""
         self._phase = Phase.TRAIN_BATCH
@@ -144,13 +144,13 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Before all ranks read the weights, complete them. With `together=None`, only this rank reads: do nothing."""
+        """Before all ranks read the weights, average them if needed (local SGD). With `together=None`, do nothing."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
     @torch.compiler.disable
     def begin_step(self) -> None:
-        """Call the hook of the step before it trains."""
+        """Call `TrainStep.before_step`, just before a training step."""
         if self.ranks is not None:
             self.step.before_step(self._begins_epoch)
             self._begins_epoch = False

@@ -78,7 +78,7 @@ class TrainStep:
         return session.logs_of_all(logs)
 
     def after_loss(self) -> None:
-        """Hook after the computation of each loss."""
+        """Called after each loss is computed. Extensions override it."""
 
     def restore_statistics(self) -> None:
         """Undo changes of moving statistics by a step without rows, once. Otherwise do nothing."""
