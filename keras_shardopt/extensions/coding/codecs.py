@@ -99,7 +99,7 @@ class Compression(Configured):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Run `legs` with the collectives of `comm`, one after another."""
+        """Encode and sum: run the collectives that `legs` yields on `comm`, one after another."""
         legs = self.legs(tensors, along, comm.num_replicas, comm.replica_id, update, factors)
         found: Any = None
         while True:
@@ -118,7 +118,7 @@ class Compression(Configured):
 
 
 class CodedInTwoLegs(Compression):
-    """Base class of codecs that encode vectors in blocks of elements, and sum them in the two legs described above."""
+    """Base class of codecs that encode vectors in blocks, and sum them by all-to-all and all-gather (the two legs)."""
 
     block: int = 1
 

@@ -24,7 +24,7 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""`Step.notes` has each of `Reduced.factors` under this prefix plus the position of its variable."""
+"""The prefix, before a variable's position, of the names under which `Step.notes` has `Reduced.factors`."""
 
 # The backends on which a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
@@ -34,7 +34,7 @@ _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 
 def transport_of(codec: Compression, context: StageContext) -> Transport:
-    """Return the transport for a codec."""
+    """Return the object that sends gradients with this codec."""
     if codec.sum_dtype is not None:
         return InHalf(codec.sum_dtype)
     return CodedTransport(codec, context)

@@ -126,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """Set the values of the optimizer's variables, which the block reads but does not assign. Yield the loss scale."""
+    """Give the optimizer's variables these values in the block, and forbid assignments. Yield the loss scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -233,7 +233,7 @@ class _Parts:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """Return the counts (of a mask, for example) over all parts that losses divide by.
+        """Return the divisors of losses that must be summed over all parts, such as the sum of a mask.
 
         This runs the model forward, but XLA removes all computations that the counts do not need.
         """
@@ -261,7 +261,7 @@ class _Parts:
 
         Args:
             of_part: takes the index of a part, its number of rows, and the rows. Returns tensors to sum over parts, the
-                position of a non-finite gradient (0: none), values of which the last part's are kept, and predictions.
+                position of a non-finite gradient (0: none), values to keep from the last part, and predictions.
             replicas: the devices.
             data: this replica's rows of the batch.
             num_rounds: the number of parts of this replica.
@@ -354,7 +354,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """See `TrainStep.computed`. Every device gets all rows, so metrics sum them in the same order on any number."""
+        """See `TrainStep.computed`. Every device gets all rows, so metrics sum them in one order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

@@ -105,7 +105,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over the added parts, whose number must be a power of two, and start again from none."""
+        """Return the sum over the added parts (a power of two), and start again without any."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -118,7 +118,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree. Their values are sums over a replica's parts.
+    """A communicator that sums tensors over replicas in a binary tree. A replica's tensors are sums over its parts.
 
     Args:
         replicas: the replicas.
@@ -274,7 +274,7 @@ class SumOfParts(ExtensionStage):
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the result of `of_part` for a step that `after_local` returned."""
+        """Return the gradients of a part from `after_local`, zeros for a part without rows, and their `found_inf`."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 

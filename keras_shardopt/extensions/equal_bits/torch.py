@@ -196,7 +196,7 @@ def _is_skipped(reducer: Any, updates: int | None) -> bool:
 
 
 def _copied(data: Any) -> Any:
-    """Copy rows to new memory, because kernels may sum unaligned memory in another order."""
+    """Copy rows to new memory, because kernels can sum unaligned memory in another order."""
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
 
 

@@ -129,7 +129,7 @@ class Copies:
 
 
 def _variables_of(stage: Any, optimizer: Optimizer) -> list[Variable]:
-    """Return the variables that may differ between replicas, in the order in which backups store them."""
+    """Return the variables that can differ between replicas, in the order in which backups store them."""
     kinds = [*optimizer._trainable_variables, *stage.replica_state, *stage.statistics, *stage.restored]
     return list({id(variable): variable for variable in kinds}.values())
 

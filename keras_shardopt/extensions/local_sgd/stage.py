@@ -138,13 +138,13 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def skips(self) -> bool:
-        """Whether a replica may skip an update that other replicas make, so counters differ between replicas."""
+        """Whether a replica can skip an update that other replicas make, so counters differ between replicas."""
         # `MixedPrecision` skips no updates for bfloat16 weights. It decides this when it creates its master weights.
         return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
     def restored(self) -> list[Variable]:
-        """The model variables that a skipped update restores, without moving statistics. These are seeds."""
+        """The model variables, except moving statistics, that are restored if an update is skipped. These are seeds."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -334,7 +334,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def _synced_statistics(self) -> list[Variable]:
-        """The moving statistics that `_sync` averages. If they have rows, the trainer averages them instead."""
+        """The moving statistics that `_sync` averages. Empty on JAX, because there the trainer averages them."""
         return [] if self.stacked else self.statistics
 
     def _check_counts(self, comm: Communicator, count: Any) -> None:
@@ -354,7 +354,7 @@ class LocalUpdates(ExtensionStage):
         return self.transport.means(comm, positions, moved, count)
 
     def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """Average moving statistics that have rows, after a sync step. With `row_share` 0, keep `values`."""
+        """Return the mean over replicas of moving statistics, for a sync step on JAX; with `row_share` 0, `values`."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
@@ -474,7 +474,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores the state of skipped updates, as it does if variables have rows."""
+        """Whether this stage restores the state of skipped updates: True if variables have a row per replica (JAX)."""
         return bool(self.stacked)
 
     @property
@@ -483,7 +483,7 @@ class LocalUpdates(ExtensionStage):
         return self.replica_values.stacked
 
     def save_state(self) -> list[np.ndarray]:
-        """Return `count` and `last_syncs`, then each variable that may differ, with all replicas stacked on axis 0.
+        """Return `count` and `last_syncs`, then each variable that can differ, with all replicas stacked on axis 0.
 
         All processes must call it.
         """

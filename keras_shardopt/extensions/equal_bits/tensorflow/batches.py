@@ -16,7 +16,7 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# The nested structure of each kind of batch, under the key that dataset elements have for its flat list of tensors.
+# Nested structures of batches, by the key under which a dataset element (a dict) has the batch's flat tensors.
 _SPECS: dict[str, Any] = {}
 
 

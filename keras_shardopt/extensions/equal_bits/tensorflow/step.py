@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function(*place)` for each part. Return the sum of the results' `sums` over parts, and all results."""
+    """Call `function` for each part, with its arguments in `places`. Return the sum of all `sums`, and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -234,7 +234,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes the counts (of a mask, for example) of a part that losses divide by.
+        """Return a function that computes a part's share of the divisors of losses, such as the sum of a mask.
 
         It runs the model forward, but TensorFlow prunes all operations that the counts do not need.
         """
@@ -294,7 +294,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Combine only the variables that the part assigned. Raise ValueError if it assigned any other variable."""
+        """Keep only variables that the part assigned. Raise ValueError if it assigned one that cannot be combined."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
@@ -340,7 +340,7 @@ class _Work:
 
 
 def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace `of_part(index, start, rows)` as a separate graph that is not inlined, so its rounding stays the same."""
+    """Trace `of_part(index, start, rows)` as a separate graph, so surrounding operations cannot change its rounding."""
     function = tf.function(of_part, autograph=False, experimental_attributes={"_noinline": True})
     concrete: Callable[..., Any] = function.get_concrete_function(*[tf.TensorSpec((), tf.int32)] * 3)
     return concrete
