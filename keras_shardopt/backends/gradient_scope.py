@@ -37,7 +37,7 @@ class GradientScope:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether gradients are each replica's own. Updates can then differ between replicas."""
+        """Whether gradients are not reduced, so updates can differ between replicas."""
         return self._updates_differ or (self.outer is not None and self.outer.updates_differ)
 
     @updates_differ.setter

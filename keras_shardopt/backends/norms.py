@@ -82,7 +82,7 @@ def are_surely_finite(values: Sequence[Tensor]) -> bool:
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
-    """Return a scalar bool: whether any element is not finite. None on backends on which `largest` is as fast."""
+    """Return a scalar bool: whether any element is not finite. None if `largest` is as fast on this backend."""
     return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite is not None else None
 
 

@@ -32,7 +32,7 @@ class Runtime:
         axis_name: str | None,
         before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        """Return the gradients of a scalar, None for variables that do not affect it, and an auxiliary value.
+        """Return the gradients of a scalar loss (None for variables that do not affect it), and an auxiliary value.
 
         Each assignment in the loss (moving statistics, seeds) happens once.
 

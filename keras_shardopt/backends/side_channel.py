@@ -66,7 +66,7 @@ class SideChannel:
     def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
         """Return the flags of all replicas and the `numbers`, from the result of `pack` reduced with `op`.
 
-        Flags are None without `must_read` if this replica has all gradients, and reading flags would wait for a device.
+        Without `must_read`, flags are None if reading them would wait for a device and this replica has all gradients.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]
@@ -143,7 +143,7 @@ class ReceivedFlags:
 
 
 def marks(trained: Sequence[bool] | None) -> list[bool]:
-    """Return the marks of a set of variables, given as one bool per variable or None for all."""
+    """Return 20 bools that mark a set of trained variables. `trained` has a bool per variable, or is None for all."""
     if trained is None or all(trained):
         return _OF_ALL
     chosen = random.Random(hashlib.sha256(bytes(trained)).digest()).sample(range(NUM_MARKS), NUM_MARKS // 2)

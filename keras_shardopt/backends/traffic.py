@@ -15,7 +15,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "broa
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One call of a collective."""
+    """One call of a collective, a function through which replicas communicate."""
 
     kind: Kind
     dtypes: tuple[str, ...]

@@ -19,8 +19,7 @@ class MemoryReport:
     """
 
     held: list[int | None]
-    """Bytes on each replica. None if unknown to this process, because only the other replica has the state's shape
-    (Adafactor's factors)."""
+    """Bytes on each replica. None if this process lacks the shapes of another replica's state (Adafactor)."""
 
     whole: int
     """Bytes of all state. If each replica holds as many, nothing is divided."""
@@ -72,7 +71,7 @@ _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
-    """Return the report of state that one program holds on its devices."""
+    """Return a `MemoryReport` of state that one program holds on its devices."""
     sizes = [size_of(v) * item_size(v) for v in state]
     rows = [[size] for size in sizes] if _layouts is None else [_layouts.bytes_per_device(v) for v in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]

@@ -229,9 +229,9 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
     chain = [optimizer, *descendants(optimizer)]
     if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
-        return None  # callbacks exchange weights and averages, so both need the same shape
+        return None  # callbacks swap weights and their moving averages, so both need the same shape
     if model_compiled_with(optimizer) is None:
-        return None  # a model with several optimizers may store their variables itself
+        return None  # a model with several optimizers can store the optimizers' variables itself
     return PaddedLayout(optimizer, variables, num_replicas)
 
 

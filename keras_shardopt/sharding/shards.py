@@ -107,7 +107,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def _own_slice(self, i: int, whole: Tensor) -> Tensor:
-        """Return this replica's slice of a flat tensor, in the shape of the stand-in."""
+        """Return this replica's slice of a flat tensor, shaped like this replica's part of variable `i`."""
 
     @abc.abstractmethod
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
@@ -172,7 +172,7 @@ class OneProgramShards(Shards):
 
 
 def flat_range(array: Any, start: int, stop: int) -> np.ndarray:
-    """Elements `start` to `stop` of a flattened array; an array of a checkpoint reads only these."""
+    """Return elements `start` to `stop` of a flattened array. A checkpoint's array reads only these from its file."""
     if hasattr(array, "flat_range"):
         return array.flat_range(start, stop)
     return np.array(array).reshape(-1)[start:stop]

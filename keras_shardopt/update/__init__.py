@@ -76,7 +76,7 @@ def watch(
     if own:
         return own[0], lambda: None
     pipeline = optimizer.pipeline
-    if pipeline.end_watch is not None:  # a training that failed has not removed its stage
+    if pipeline.end_watch is not None:  # an earlier training failed before it removed its temporary stage
         pipeline.end_watch()
     stage.check(optimizer)
     inserted = UserStage(stage, StageContext(optimizer))

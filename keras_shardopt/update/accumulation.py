@@ -21,7 +21,7 @@ from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
-"""No value yet. The maximum ignores it: variables with `overwrite_with_gradient` keep the largest, not a sum."""
+"""Marks "no value yet". Variables with `overwrite_with_gradient` keep the maximum of micro-batches, never this."""
 
 
 class Accumulation(Stage):
@@ -38,20 +38,20 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # Set if the latest gradients arrived reduced (DDP), because this cannot be detected from the sums of a window.
+        # Set if the latest gradients arrived reduced (DDP). This cannot be detected at the end of a window.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
         """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
         self.snapshots: list[Variable] = []
-        """Copies, made at the start of the window, of variables that forward passes change (such as moving means)."""
+        """Copies of variables that forward passes change (moving means), from the start of the window."""
         self._counts_rows = counts_rows
         self.counter: Variable = None
-        """The number of micro-batches so far in the window."""
+        """The number of micro-batches so far in the accumulation window."""
         self.starts: Any = None
-        """Whether the latest micro-batch was the first of its window: a bool, or a tensor while tracing."""
+        """Whether the latest micro-batch was the first of its accumulation window: a bool or a tensor."""
         self.is_complete: Any = None
-        """Whether the latest micro-batch was the last of its window."""
+        """Whether the latest micro-batch was the last of its accumulation window."""
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
@@ -60,7 +60,7 @@ class Accumulation(Stage):
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
-        # Set by `decide`: whether the next micro-batch is the last of its window. None: the counter decides.
+        # Set by `decide`: whether the next micro-batch completes the accumulation window. None: the counter decides.
         self._ends: bool | None = None
         # The last value that this object assigned to the counter, and the counter's version then.
         # Each assignment changes the version.
@@ -84,7 +84,7 @@ class Accumulation(Stage):
         return bool(self._sums)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the sums for these trainable variables, once."""
+        """Create the variables that hold the sums of gradients. Later calls do nothing."""
         if self.is_built:
             return
         self._variables = list(variables)
@@ -108,7 +108,7 @@ class Accumulation(Stage):
 
     @property
     def share(self) -> Any:
-        """The mean `row_share` of this replica in the window; 1 if it is not accumulated."""
+        """This replica's `row_share`, averaged over the accumulation window; 1 if it is not recorded."""
         return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
 
     @property
@@ -116,7 +116,7 @@ class Accumulation(Stage):
         return [*self._sums, *([] if self._share is None else [self._share])]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Add the gradients to the sums, and proceed at the end of the window."""
+        """Add the gradients to the sums. After the last micro-batch of the accumulation window, call `proceed`."""
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
@@ -148,7 +148,7 @@ class Accumulation(Stage):
         """Multiply gradients by `Step.weight`, or by 0 without rows. Do nothing if they arrive reduced."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
-            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # reduced over replicas
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # already reduced over replicas
                 self._arrived_state = state
                 return step
         return zero_without_rows(step)
@@ -220,7 +220,7 @@ class Accumulation(Stage):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next micro-batch is the last of its window; False if the counter is unknown (compiled steps)."""
+        """Whether the next micro-batch completes the accumulation window; False in compiled steps."""
         if self._ends is not None:
             return self._ends
         version = runtime.version(self.counter)
@@ -247,11 +247,11 @@ class Accumulation(Stage):
 
     @property
     def num_taken(self) -> int:
-        """The number of micro-batches so far in the window, as an int."""
+        """The number of micro-batches so far in the accumulation window, as an int."""
         return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
-        """Set whether the next micro-batch is the last of its window, instead of counting `num_steps`."""
+        """Set whether the next micro-batch completes the accumulation window, instead of counting to `num_steps`."""
         self._ends = ends
 
     def _is_trained(self, i: int) -> bool:
@@ -275,12 +275,12 @@ class Accumulation(Stage):
         return ops.cast(dense(grad, variable), dtype_of(self._sums[i]))
 
     def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
-        """Return the means over a complete window, from the sums that `add` returned.
+        """Return the means over a complete accumulation window, from the sums that `add` returned.
 
         Returns:
             The mean gradient of each variable (None without one), the variables' positions, and the mean `row_share`.
         """
-        # Drop variables of layers frozen during the window.
+        # Drop variables of layers that were frozen during the accumulation window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
         found = [self._mean(i, sums[i]) if i in self._present else None for i in positions]
         share = 1.0 if self._share is None else sums[-1] / self.num_steps
@@ -294,13 +294,13 @@ class Accumulation(Stage):
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def reset(self) -> None:
-        """Discard the unfinished window. The first micro-batch of the next window overwrites the sums."""
+        """Discard the unfinished accumulation window. The next micro-batch overwrites the sums."""
         if self.is_built:
             self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int | None) -> None:
-    """Raise ValueError if both `CrossShard` and an innermost optimizer accumulate."""
+    """Raise ValueError if both `CrossShard` and an innermost optimizer accumulate gradients."""
     for leaf in leaves:
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
         if num_steps and theirs:

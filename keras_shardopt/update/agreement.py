@@ -109,7 +109,7 @@ def _is_same_on_all(mine: Description) -> bool:
 
 
 def _is_of_model(entry: str) -> bool:
-    """Whether an entry comes from `_describe_model`."""
+    """Whether an entry of a description is about the model: its losses and layers."""
     return entry in _LOSS or entry.startswith(_LAYER) or _OF_LAYER in entry
 
 

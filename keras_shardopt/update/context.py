@@ -92,7 +92,7 @@ class StageContext:
         return list(self._optimizer._written())
 
     def arrives(self, step: Step) -> GradientState:
-        """Return how a step's gradients arrive, such as local or global."""
+        """Return how the gradients of a step arrive: not reduced yet, or already reduced over replicas."""
         state: GradientState = self._optimizer.state_finder.find(step, self.communicator())
         return state
 

@@ -23,7 +23,7 @@ class Moved(NamedTuple):
     """The result of a reduction of gradients."""
 
     grads: list[Tensor | None]
-    """Global gradients, or this replica's slices of them."""
+    """Gradients reduced over all replicas, or this replica's slices of them."""
 
     nonfinite_flags: Tensor | None
     """The reduced `Reduction.nonfinite_flags`: above 0 for a flag that a replica has set. None without flags."""
@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Add the largest value of all replicas for variables with `overwrite_with_gradient`. Call this last."""
+    """Fill in the results for variables with `overwrite_with_gradient`: the largest of all replicas. Call this last."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -106,7 +106,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "All groups must train. Received: an error in another group. See its message.")
 
 
-# Backends on which one group can fail while another waits in a different collective.
+# Backends on which one group of replicas can fail while another group waits in a collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 

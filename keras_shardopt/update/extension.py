@@ -145,5 +145,5 @@ class ExtensionStage(Stage):
         raise NotImplementedError
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:
-        """Continue from the arrays of `save_state`."""
+        """Restore the state from the arrays that `save_state` returned."""
         raise NotImplementedError

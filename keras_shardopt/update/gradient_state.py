@@ -68,7 +68,7 @@ class GradientStateFinder:
             self.declared_state = state
 
     def classify(self, step: Step, comm: Communicator) -> Step:
-        """Return the step with its `gradient_state`.
+        """Return the step with its field `gradient_state` set.
 
         Raises:
             ValueError: if an option needs each replica's gradients, but these arrive reduced.

@@ -182,14 +182,14 @@ def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
 
 
 def _factor(part: BatchShare) -> int:
-    """Return the factor that cancels a later mean of the replicas' gradients."""
+    """Return the factor of a loss that cancels a later mean of gradients over replicas."""
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
     """Replace `update_state` of a metric that holds a mean loss.
 
-    The mean of the replicas' losses is the loss of the whole batch, so each gets the weight of `equal_part` rows.
+    The mean of the replicas' losses is the loss of the whole batch, so all get the same weight: the mean row count.
     """
     part = current_share()
     if part is not None:

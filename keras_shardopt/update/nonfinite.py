@@ -45,7 +45,7 @@ class SkipNonFinite(Stage):
         """The number of skipped updates: a scalar variable."""
         unknown = keras.initializers.Constant(UNKNOWN)
         self.source = optimizer.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
-        """The replica and the variable's position of the last nonfinite gradient; either may be `UNKNOWN`."""
+        """The replica and the variable's position of the last nonfinite gradient; either can be `UNKNOWN`."""
         self._skips_inside = skips_inside
         self._checks_early = checks_early
         self._context = context
@@ -58,7 +58,7 @@ class SkipNonFinite(Stage):
         return [cls(context, context.skips_inside, options.uses_local_gradients)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Check gradients that were reduced elsewhere without a check."""
+        """Check gradients that an outer optimizer or a trainer has reduced without a check."""
         if step.is_reduced and step.found_inf is None:
             step = step.replace(found_inf=check_reduced(step.grads, step.variables))
         proceed(step)
@@ -73,7 +73,7 @@ class SkipNonFinite(Stage):
         """Skip and count a nonfinite update, and record its source."""
         found_inf = step.found_inf
         assert found_inf is not None
-        if isinstance(found_inf, tuple):  # `ALL_FINITE`
+        if isinstance(found_inf, tuple):  # this is `ALL_FINITE`
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
@@ -102,7 +102,7 @@ class SkipNonFinite(Stage):
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raise FloatingPointError if updates were skipped since the last call. `from_now`: raise no error."""
+        """Raise FloatingPointError if updates were skipped since the last call. With `from_now`, forget them."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
@@ -158,7 +158,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `found_inf` from reduced flags and the first nonfinite index in the sums (from 1; 0 if all are finite).
+    """Return `found_inf` from reduced flags and the position, from 1, of the first nonfinite sum (0: all are finite).
 
     The sums are checked too, because a sum can overflow even if all its terms are finite.
     """
@@ -169,7 +169,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return `found_inf` for gradients that are global already."""
+    """Return `found_inf` (nonfinite or not, replica, index) for gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
@@ -223,7 +223,7 @@ def move_and_check(
     except ValueError as error:
         if not is_group or members.is_spmd:
             raise
-        failure, moved = error, Moved(list(reduction.grads), None)  # raised after the collective of all groups
+        failure, moved = error, Moved(list(reduction.grads), None)  # raised below, after the collective of all groups
     all_flags, position = moved.nonfinite_flags, first_not_finite(moved.grads, variables)
     if moved.in_slices:
         position = first_in_slices(position, num_variables, members)

@@ -32,7 +32,7 @@ class Step:
     """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """How the gradients arrive; None until `Pipeline` classifies them."""
+    """How the gradients arrive, such as local or global; None until `Pipeline` determines it."""
 
     is_reduced: bool = False
     """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
@@ -181,7 +181,7 @@ class Stage:
 def proceed_if(
     condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], updates_differ: bool = False
 ) -> None:
-    """Proceed if a scalar bool tensor is true. It is expected to be true in most updates.
+    """Call `proceed(step)` if a scalar bool tensor is true. It is expected to be true in most updates.
 
     Args:
         condition: the scalar, equal on all replicas unless `updates_differ`.

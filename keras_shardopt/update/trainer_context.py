@@ -64,7 +64,7 @@ _parts_lock = threading.Lock()
 
 @contextlib.contextmanager
 def batch_shared(part: BatchShare) -> Iterator[None]:
-    """During the block, `current_share` returns this replica's part of the global batch."""
+    """During the block, `current_share` returns `part`, this replica's part of the global batch."""
     _count_parts(1)
     token = _part.set(part)
     try:

@@ -195,7 +195,7 @@ class UserStage(Stage):
 
 
 def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
-    """Return `after` in the units of `step`; `own` is the step before the stage, unscaled."""
+    """Scale the step `after` a user's stage like `step`. `own` is the unscaled step that the stage received."""
     is_same = after.grads is own.grads
     return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 

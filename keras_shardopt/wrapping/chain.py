@@ -43,7 +43,7 @@ class Wrapping:
     """Whether this wrapper scales the loss and unscales the gradients itself."""
 
     _may_skip_updates: bool = False
-    """Whether this optimizer can skip an update with nonfinite gradients, for any reason."""
+    """Whether this optimizer can skip updates with nonfinite gradients."""
 
 
 def innermost(optimizer: object) -> Any:

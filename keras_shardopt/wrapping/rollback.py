@@ -52,7 +52,7 @@ class Rollback:
 
     def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
-        """The `Accumulation` of the `CrossShard` that accumulates, or None."""
+        """The object that accumulates gradients (`Accumulation`), or None."""
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
@@ -60,12 +60,12 @@ class Rollback:
         """The variables to restore."""
         # The variables saved so far, and their entries. A step of `fit` saves them all at once when it begins. That
         # takes a fraction of the time of separate saves, and the difference matters for small models.
-        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # assigned without `_assign`
+        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # PyTorch assigns buffers directly
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` at the start of the accumulation window, for compiled steps."""
-        runs_each_step = runtime.version(optimizer._iterations) is not None  # Python runs in each step, so it can count
+        runs_each_step = runtime.version(optimizer._iterations) is not None  # None if Python does not run in each step
         if accumulators is not None and not runs_each_step and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
@@ -85,7 +85,7 @@ class Rollback:
         return _Stamp(stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
-        """Restore variables if `optimizer` has skipped the update. Otherwise discard or keep the saved values."""
+        """Restore variables if `optimizer` skipped the update. Otherwise keep saved values only while accumulating."""
         if optimizer._collects or _more_gradients_follow.get():
             return
         after, window = stamp(optimizer._iterations), self.accumulators
@@ -205,7 +205,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If `more_comes`, gradients of the same update follow, so do not treat it as skipped during the block."""
+    """If `more_comes`, gradients of the same update follow, so do not treat the update as skipped in the block."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -214,7 +214,7 @@ def before_more(more_comes: bool) -> Iterator[None]:
 
 
 def rollback_of(optimizer: Optimizer) -> Rollback | None:
-    """Return the rollback for a wrapper during its `build`; None if nothing in it skips updates.
+    """Return the `Rollback` of a wrapper that is being built; None if no optimizer in it skips updates.
 
     Only the outermost wrapper has one, so this removes those of wrappers further inside.
     """
@@ -240,7 +240,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
 
 
 def may_skip_updates(optimizer: Optimizer) -> bool:
-    """Whether the optimizer itself, not one inside it, may skip updates with nonfinite gradients."""
+    """Whether the optimizer itself, not one inside it, can skip updates with nonfinite gradients."""
     return getattr(optimizer, "_may_skip_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
@@ -297,14 +297,14 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
     """Return the moving statistics of these models: variables changed by forward passes that can be averaged."""
-    own = {key for model in models for key in ids_of_states(model)}  # each replica's rows determine their values
+    own = {key for model in models for key in ids_of_states(model)}  # states of RNNs, with a value per row
     return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
 class _RollsBackStateless(keras.Model):
     """Mixed into models on JAX: restores variables in the state that a training step returns."""
 
-    is_outermost = True  # `train_step` here needs the state that the whole step returns
+    is_outermost = True  # because this `train_step` needs the state that the whole step returns
 
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
@@ -343,7 +343,7 @@ class _SavedValues(threading.local):  # TensorFlow's replicas are threads
 
     def __init__(self) -> None:
         self.values: dict[int, _SavedValue] = {}
-        """By the variable's `id`."""
+        """The saved values, by `id` of the variable."""
 
     def of(self, variable: Variable) -> Tensor | None:
         saved = self.values.get(id(variable))

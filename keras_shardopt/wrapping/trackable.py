@@ -30,7 +30,7 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        if any(inside is not variable for inside, variable in pairs):  # slices replace weights; `Adam()` has none
+        if any(inside is not variable for inside, variable in pairs):  # slices; a plain optimizer has weights
             del children["_trainable_variables"]
         return children
 
@@ -45,7 +45,7 @@ class InCheckpoints:
             wrapper._before_file_access(loads)
 
     def _before_file_access(self, loads: bool) -> None:
-        """Handle a checkpoint: before it reads the state, or if `loads`, before or after it assigns the state."""
+        """Called before a checkpoint reads the state; if `loads`, before or after it assigns the state."""
 
     def _own_children(self) -> dict[str, Any]:
         if not self.built:  # `build` creates some of the variables

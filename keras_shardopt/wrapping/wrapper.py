@@ -102,7 +102,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     """The other constructor arguments that `get_config` stores unchanged, from attributes of the same names."""
 
     _scope: GradientScope = OUTSIDE
-    """How gradients arrive here, set by the `CrossShard` around this optimizer."""
+    """Whether incoming gradients are reduced, and other facts. Set by the `CrossShard` around this optimizer."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
@@ -333,7 +333,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _finalize_inner(self, variables: Sequence[Variable]) -> None:
         self.inner.finalize_variable_values(variables)
         if runtime.updates_are_stateless and self.use_ema:
-            # Keras assigns the averages' arrays to the weights. A compiled step donates both, so copy them.
+            # Keras assigns the averages' arrays to the weights. A compiled JAX step frees (donates) both, so copy them.
             for variable in variables:
                 variable.assign(keras.ops.copy(variable.value))
 
@@ -382,7 +382,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def loss_scale(self) -> keras.Variable | float:
-        """The current factor of the loss, as a scalar variable or a float; 1.0 without loss scaling inside."""
+        """The current loss scale, as a scalar variable or a float; 1.0 without loss scaling inside."""
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
             return inner.loss_scale

@@ -36,7 +36,7 @@ def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any
 
 
 def _restore_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
-    """Call `update()`, then restore this replica's copies of `variables` if its condition is false.
+    """Call `update()`, then restore this replica's copies of `variables` if `condition` is false.
 
     Replicas must assign weights together, so no replica can do it inside a condition that only it computes.
     """

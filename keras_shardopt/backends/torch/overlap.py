@@ -78,10 +78,10 @@ class Buckets:
         self._ranks = ranks
         make, self._begin_transfer = made
         self.transfer: Any = None
-        """The `Transfer` of the last reduction, until `release`. None if gradients are not coded."""
+        """The object that encodes the gradients of the last reduction, until `release`. None without a codec."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
-        """`Step.found_inf` of the gradients last returned by `reduce`. None without `checks_finite`."""
+        """Where the last result of `reduce` is not finite (`Step.found_inf`). None without `checks_finite`."""
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
@@ -479,7 +479,7 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf`. `mine` and `place` are this rank's and the global position, from 1 (0: none)."""
+        """Return `Step.found_inf`. `mine` and `place`: nonfinite positions here and in the result, from 1 (0: none)."""
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
         with naming_missing_ranks():
