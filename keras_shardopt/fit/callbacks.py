@@ -240,12 +240,12 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
             try:
                 super()._save_model()
             except Exception as error:
-                if not begun:  # end the wait of the other processes in `save_weights`
+                if not begun:  # so the other processes do not wait in `save_weights`
                     raise_together(error)
                 raise
 
     def on_train_end(self, logs: Any = None) -> None:
-        if is_chief():  # Keras deletes the backup here
+        if is_chief():  # Keras's `on_train_end` deletes the backup
             super().on_train_end(logs)
 
 

@@ -35,9 +35,9 @@ def reducers_in(model: Any) -> list[Any]:
 
 
 def before_reading(reducers: Sequence[Any]) -> None:
-    """Complete the weights that these `CrossShard` optimizers update, before the weights are read.
+    """Average the weights of these `CrossShard` optimizers if replicas have different ones (local SGD).
 
-    With local SGD, for example, replicas have different weights until then. All processes call it together.
+    Called on all processes together, before weights are read.
     """
     for reducer in reducers:
         reducer.pipeline.before_reading()

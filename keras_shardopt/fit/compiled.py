@@ -21,10 +21,10 @@ from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 
-# Attributes of a model.
-_WAITS = "_keras_shardopt_waits"  # the model is compiled, but its optimizers are not set yet
-_IS_LEFT = "_keras_shardopt_left_unprepared"  # the model stays unprepared: requested by the user, or already warned of
-_IS_OF_BLOCK = "_keras_shardopt_of_block"  # the model was constructed or compiled in a block that prepares models
+# Names of attributes of a model. Each says whether the model
+_WAITS = "_keras_shardopt_waits"  # was compiled before its optimizers were set
+_IS_LEFT = "_keras_shardopt_left_unprepared"  # stays unprepared, as requested or after a warning
+_IS_OF_BLOCK = "_keras_shardopt_of_block"  # was made or compiled in a block that prepares models
 
 
 class _Block:
@@ -49,7 +49,7 @@ class _Block:
             return
         if has_built_in_step(model):
             _warn_of_plain_optimizer(model)
-        else:  # the model may get its optimizers later, as the GAN of Keras's guide does
+        else:  # optimizers can be set later, as in the GAN of Keras's guide
             object.__setattr__(model, _WAITS, True)
             self.waiting.append(weakref.ref(model))
 

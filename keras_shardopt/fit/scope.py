@@ -125,7 +125,7 @@ class data_parallel:
     ) -> None:
         try:
             self._watching.__exit__(kind, error, traceback)
-        except BaseException:  # raised when a model without optimizers at `compile` was prepared
+        except BaseException:  # preparing the models that had no optimizers at `compile` raised an error
             self._open.close()
             raise
         if kind is None and self._entered().persists and len(self._made_inside):

@@ -66,7 +66,7 @@ class Compression(Configured):
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the matrix that a variable's first reduction starts from, equal on all replicas, or None."""
+        """Return the matrix with which the first reduction of a variable starts (`PowerSGD`); None if not needed."""
         del variable, position
         return None
 

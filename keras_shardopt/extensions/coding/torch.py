@@ -57,7 +57,7 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # holds no `Work`: it keeps connections open
+        self._receive: Callable[[], list[Tensor]] | None = None  # has no `Work`, which would keep connections open
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""
@@ -77,7 +77,7 @@ class CodedBucket:
         self._advance(None)
 
     def send(self) -> Any:
-        """Start the next collective, and return its `Work`."""
+        """Start the next collective of this bucket. Return its handle, a `torch.distributed.Work`."""
         assert self._next is not None
         (kind, tensors), self._next = self._next, None
         self.sent.append((kind, tensors))
@@ -85,7 +85,7 @@ class CodedBucket:
         return work
 
     def receive(self, adds: bool = False) -> None:
-        """Take the result of the finished collective, and start the next one."""
+        """Take the result of the finished collective, and start the next one of this bucket."""
         del adds
         self._start_next()
 

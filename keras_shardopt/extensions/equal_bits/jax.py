@@ -82,7 +82,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        A tuple (gradients, their `found_inf`, their `Step.notes`) for the whole batch; the loss of the whole batch; the
+        A tuple for the whole batch (gradients; `found_inf`, whether one is not finite; `Step.notes`); the loss; the
         predictions of all rows; the new values of non-trainable variables; and those of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
@@ -126,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """Give the optimizer's variables these values in the block, and forbid assignments. Yield the loss scale."""
+    """In the block, give the optimizer's variables these values, and forbid assignments. Yield the loss scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -155,7 +155,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
                     weights, *parts.starts(index, kept), *own, **arguments
                 )
             sums, last = parts.ends(index, num_rows, kept, changed)
-            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # metrics use them
+            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # JAX drops them, but metrics use them
             return [loss, *sums], None, last, (y_pred, masks)
 
         (loss, *sums), _, last, outputs = parts.over_parts(of_part, replicas, data, num_rounds)
@@ -195,7 +195,7 @@ class _Parts:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Declare this part in a block, so losses divide by the number of rows (or weights) of the whole batch."""
+        """In the block, make this the current part, so losses divide by the number of rows of the whole batch."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:

@@ -55,11 +55,11 @@ class _NoExchange:
 
 
 class VirtualReplica(_NoExchange, PartOfBatch):
-    """One part of a batch. Losses and stages use it as their communicator, as if the part were a replica."""
+    """One part of a batch. Losses and gradient code treat the part as a replica, with this object as communicator."""
 
 
 class CountingReplica(_NoExchange, CountingPart):
-    """A part in the counting pass: a forward pass to collect the counts (of a mask, say) that losses divide by."""
+    """A part in a first forward pass, which only computes sums (such as that of a mask) by which losses divide."""
 
 
 def current_part() -> PartOfBatch | None:
@@ -134,7 +134,7 @@ class Tree(Communicator):
         self.is_multi_process = replicas.is_multi_process
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return `LOCAL`, because each replica has its own gradients."""
+        """Return `LOCAL`: each replica passes its own gradients, which are not reduced yet."""
         return GradientState.LOCAL
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -207,7 +207,7 @@ class SumOfParts(ExtensionStage):
         self._next: int | None = None
 
     def check_outside(self, outer: Any) -> None:
-        """See `Extension.check_outside`: loss scaling must be inside of `CrossShard`."""
+        """Raise ValueError: an optimizer with loss scaling must be inside `CrossShard`, not around it."""
         name = type(outer).__name__
         raise ValueError(
             f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it. Outside, it would skip "
@@ -263,18 +263,18 @@ class SumOfParts(ExtensionStage):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of a part, with weight 0 for a part without rows, and their `found_inf`."""
+        """Return a part's gradients (0 if it has no row), and the position of a nonfinite one (`found_inf`) or None."""
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
-        """Return the step of a part after the method `local` of all stages."""
+        """Run the method `local` of all stages on the step of one part, such as clipping by `replica_clipnorm`."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of a part from `after_local`, zeros for a part without rows, and their `found_inf`."""
+        """Return the gradients of `step`, or zeros if the part has no row, and its `found_inf` (nonfinite gradient)."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 

@@ -90,7 +90,7 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Run `step` on each part of this rank and yield the logs. First run a counting pass if losses need counts."""
+    """Yield the logs of `step` on each part of this rank. If losses need sums over parts, first compute these."""
 
     def count() -> list[Any]:
         counts = Subtrees()
@@ -129,7 +129,7 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Run a step up to its loss, which collects the counts."""
+    """Run a step only up to its loss, without gradients. The loss adds this part to the sums that losses divide by."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
@@ -181,7 +181,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Call `on_loss` once. In a counting pass, end the step here."""
+        """Call the function `on_loss`, if set, once. If this pass only computes divisors of losses, end the step."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None

@@ -10,12 +10,12 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
 class KeptState:
-    """Facts about one model that stay valid between its batches."""
+    """What the PyTorch step of `VirtualReplicas` has found out about one model. It stays valid between batches."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.counts_first = False
-        """Whether losses divide by counts over all parts, so each batch needs a counting pass first."""
+        """Whether losses divide by sums over all parts, such as that of a mask, so each batch needs a first pass."""
         self.changed_weights: list[Any] | None = None
         """The weights that layers change in their call. None before the first batch."""
         self.on_loss: Callable[[], None] | None = None  # called once, after the next loss

@@ -49,12 +49,12 @@ class _StacksRows(keras.Model):
     """Mixin of models: creates the variables with a row per replica before the first training step."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Create the variables with rows, then the training function."""
+        """Create the variables that have a row per replica, then the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
-        for local in local_updates_in([self.optimizer]):  # none after another `compile`
+        for local in local_updates_in([self.optimizer]):  # empty if `compile` has set an optimizer without local SGD
             if self.optimizer.built and has_replicas and not local.stacked:
                 local.stack()
-                self.train_function = None  # it was made without rows
+                self.train_function = None  # the old function does not use the new variables
         super().make_train_function(*args, **kwargs)
 
 
@@ -139,7 +139,7 @@ class _LocalStep:
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]
         changed = [
-            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # no rows: keep `old`
+            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # without rows, keep `old`
             for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, self._is_seed)
         ]
         started, ended = (before, inputs, inside, metrics), (after, changed, updated, metrics)

@@ -91,7 +91,7 @@ class Copies:
                     placement.assign_replica_values(reference, [value])
 
     def forget(self) -> None:
-        """Discard the kept values of each replica."""
+        """Discard the values of each replica that `show` has saved."""
         self._shown = []
 
     def states(self) -> list[np.ndarray]:
@@ -177,7 +177,7 @@ class Rows:
             return
         positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
-        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # not updated since their sync step
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # still equal on all replicas
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
@@ -239,7 +239,7 @@ class Rows:
         for variable, array in zip(_variables_of(self._stage, self._optimizer), arrays, strict=True):
             if fits and id(variable) in stacked:
                 stacked[id(variable)].assign(array)
-            elif id(variable) not in trained:  # the mean was loaded already
+            elif id(variable) not in trained:  # the trained weights already have the loaded mean
                 variable.assign(array[0])
         self._remember()
         self._seen = self._seen if fits else None

@@ -81,7 +81,7 @@ class LocalUpdates(ExtensionStage):
         self._num_reported: Variable = None
         """`num_skipped_syncs` at the last warning. It is saved, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        # The collectives that were last recorded, by fragment for sync steps; also for statistics and warm-up updates.
+        # The collectives of the last sync step of each fragment, of averaged statistics, and of a warm-up update.
 
     # -- variables -----------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class LocalUpdates(ExtensionStage):
             runtime.cond(is_due, functools.partial(self._recorded_sync, number, count), shares, written)
 
     def _counted(self) -> Any:
-        """Return `count`: an int if Python runs in each update, otherwise a traced tensor."""
+        """Return the number of updates so far: an int if Python runs in each update, otherwise a traced tensor."""
         if runtime.version(self.count) is None:
             return ops.copy(ops.convert_to_tensor(self.count))
         return int(self._known_count.of(self.count))
@@ -312,7 +312,7 @@ class LocalUpdates(ExtensionStage):
         if isinstance(count, int):
             is_finite = bool(is_finite)  # read it once: this waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
-        with self._optimizer.scope_inside.reduced():  # this mean must not be reduced again
+        with self._optimizer.scope_inside.reduced():  # do not average gradients in it again
             runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])
         if statistics and replicas_are_processes() and not shares[0] > 0:
             statistics = []  # this rank had no rows or skipped its update
@@ -490,7 +490,7 @@ class LocalUpdates(ExtensionStage):
         return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_syncs)), *self.replica_values.states()]
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:
-        """Continue from the arrays of `save_state`. The mean weights must already be loaded into the model.
+        """Continue from the arrays of `save_state`. The model must already have the mean weights.
 
         With a different number of replicas, all replicas continue from these mean weights.
         """

@@ -41,7 +41,7 @@ class NoiseAverages:
             self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
-        """Add the squared norm of a micro-batch's gradient, and its rows, to the sums. `starts`: reset these first."""
+        """Add the squared norm and the rows of a micro-batch to the sums; if `starts`, set the sums to 0 before."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
         self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
@@ -51,7 +51,7 @@ class NoiseAverages:
         has_parts = num_replicas == 1 and window is not None
         self._num_parts = self._num_micro_batches if has_parts else num_replicas
         rows = _num_rows() * self._num_micro_batches
-        if window is not None:  # sums are 0 if micro-batches run as one program
+        if window is not None:  # the sums are 0 if all micro-batches run in one program
             rows = ops.where(window[1] > 0, window[1], rows)
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 

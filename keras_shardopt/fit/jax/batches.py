@@ -297,7 +297,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if sizes and self._can_pad and (self._is_whole or not self._is_together):
             layers = stateful_layers(self._model)
             for size in sizes:
-                fit_states(layers, [size])  # one program runs all rows, so states have the rows of the whole batch
+                fit_states(layers, [size])  # one program runs all rows, so states need as many rows as a batch
 
     @property
     def _can_pad(self) -> bool:

@@ -34,10 +34,10 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_
 
 
 class Computed(NamedTuple):
-    """The results of the first half of a step: the forward and backward pass, and the reduction."""
+    """The results of the first half of a step: the forward and backward pass, and the average of gradients."""
 
     grads: Any
-    """The result of `_reduced`. With gradient accumulation, the gradients of all replicas, stacked, instead."""
+    """The results of `_reduced`, or the gradients of all replicas stacked for accumulation, if `stacks` is True."""
 
     loss: Any
     y_pred: Any

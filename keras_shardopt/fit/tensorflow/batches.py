@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches; keys: the texts that steps receive with batches. A new text makes TensorFlow trace the step.
+# The specs of batches. The key is a text that a step gets with its batch; a new text makes TensorFlow trace the step.
 _SPECS: dict[str, Any] = {}
 
 

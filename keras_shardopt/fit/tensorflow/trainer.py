@@ -131,7 +131,7 @@ class PreparedOnTensorFlow(PreparedModel):
         with strategy.scope():
             mirror([variable for metric in self.metrics for variable in metric.variables])
         if step_of(self).divides_batches and data_batch is not None:
-            self._symbolic_build(data_batch=data_batch)  # now: without a strategy, Keras would build in the traced step
+            self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build in the traced step
         if data_batch is not None and not has_built_in_step(self):
             _build_optimizers(self, data_batch)
 
@@ -163,7 +163,7 @@ class PreparedOnTensorFlow(PreparedModel):
 
 @contextlib.contextmanager
 def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
-    """In a block, run `fit`, `evaluate` or `predict`. Then restore the callbacks of a call around it."""
+    """In a block that runs `fit`, `evaluate` or `predict`, use this step. Then restore an outer call's callbacks."""
     step.begin_call()
     with calling(step), callbacks_of_call(model):
         yield

@@ -157,7 +157,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
     if trains and not work.variables:
-        warn("The model does not have any trainable weights.")  # Keras' own step warns too
+        warn("The model does not have any trainable weights.")  # as the step of Keras does
     elif trains:
         positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
         found_inf = functools.reduce(first_found, positions) if positions else None
@@ -216,7 +216,7 @@ class _Work:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
             with self._working_on(part, start, rows) as (scope, before, batch):
                 grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
-                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # Keras' step does it too
+                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as the step of Keras does
                 x, y, sample_weight = batch
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)
@@ -272,7 +272,7 @@ class _Work:
         return y_pred, loss
 
     def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
-        """Return the gradients of a part, their `found_inf`, the loss of the part, and its predictions."""
+        """Return a part's gradients, its `found_inf` (whether one is not finite), its loss, and its predictions."""
         if not self._trains:
             y_pred, loss = self._loss(batch)
             return [], None, loss, y_pred
@@ -394,7 +394,7 @@ def without_rewriting() -> Iterator[None]:
     if calls is not _options.default:
         _options.default, _options.modified = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.modified  # None: the getter makes them from the options
+    context.function_call_options = _options.modified  # None at first: TensorFlow's getter then computes options
     try:
         _options.modified = context.function_call_options
         yield
