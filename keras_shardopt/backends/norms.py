@@ -23,7 +23,7 @@ _finite = for_backend(
 
 
 def global_norm(values: Sequence[Tensor | None]) -> Tensor:
-    """See `numerics.global_norm`."""
+    """Return the L2 norm of all elements of all tensors, with the faster function of the backend if one exists."""
     given = [value for value in values if value is not None]
     if _direct is None or not given or not _direct.are_plain(given):
         return numerics.global_norm(values)

@@ -103,7 +103,7 @@ def _take_mode_and_owner(path: str, target: str) -> None:
             # The new file has another group, so grant this group only rights that the old file grants to all users.
             mode = mode & ~0o070 | (mode & 0o007) << 3 & mode
     with contextlib.suppress(OSError):  # not a Unix file system
-        os.chmod(path, mode)  # after `chown`, because that clears bits
+        os.chmod(path, mode)  # after `chown`, because `chown` clears mode bits
 
 
 # -- abandoned folders -----------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class StepCount:
 
     @property
     def step(self) -> Any:
-        """The step as an integer tensor. It is not converted if a tensor would truncate it."""
+        """The step as an integer tensor, or as a NumPy array if a step is too large for int32."""
         if not self._on_host or np.max(self._value, initial=0) > _INT32_MAX:
             return self._value
         return ops.convert_to_tensor(self._value, dtype="int32")

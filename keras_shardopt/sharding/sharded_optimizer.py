@@ -81,7 +81,7 @@ class ShardedState(OptimizerWrapper):
             runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        """Set the final values of weights after training. With `use_ema`, these are averages, which can be sharded."""
         if self._shards is None:
             super().finalize_variable_values(var_list)
         elif self.use_ema or _finalizes(innermost(self)):
@@ -122,7 +122,7 @@ class ShardedState(OptimizerWrapper):
         return laid_out_report(state)
 
     def get_slot(self, variable: Variable, name: str) -> Variable | None:
-        """See `SlotAccess.get_slot`.
+        """Return the state of that name for a trainable variable.
 
         Raises:
             ValueError: if each replica holds only a part of the state.
@@ -136,7 +136,7 @@ class ShardedState(OptimizerWrapper):
         return super().get_slot(variable, name)
 
     def _observe(self, observer: Any) -> None:
-        """See `OptimizerWrapper._observe`.
+        """Pass the gradients of each update to `observer`.
 
         Raises:
             ValueError: if each replica has only slices of the gradients.

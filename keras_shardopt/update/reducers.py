@@ -156,7 +156,7 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """See `AllReduce.dividing_axes`. Padded gradients are divided along dimension 0."""
+        """Return the dimension along which each variable's state is divided; padded gradients are divided along 0."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 
@@ -229,7 +229,7 @@ class Overlapped:
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
-        """See `AllReduce.finish`. Other ranks wait for buckets if these exist, so this rank sends buckets too."""
+        """Send zeros, because this rank has ended training. If other ranks send buckets of gradients, send buckets."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             self._at_the_end.finish(comm)

@@ -147,7 +147,7 @@ class InHalf(Transport):
         self.narrow = dtype
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
-        """See `Transport.begin`. Gradients are divided before they are summed, because their sum could overflow."""
+        """Begin one reduction in half precision. Gradients are divided before the sum, because it could overflow."""
         return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

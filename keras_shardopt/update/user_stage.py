@@ -111,7 +111,7 @@ class UserStage(Stage):
         return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """See `Stage.commit`. If a wrapped loss scaling skips the update, the stage's variables keep their values."""
+        """Call the stage's `commit`. If loss scaling skips the update, the stage's variables keep their values."""
         if not self._stage._overrides("commit"):
             proceed(step)
             return

@@ -205,7 +205,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If `more_comes`, gradients of the same update follow, so do not treat the update as skipped in the block."""
+    """If `more_comes`, keep saved values in the block: the update is not skipped, but waits for more gradients."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield

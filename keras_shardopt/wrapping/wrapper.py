@@ -323,11 +323,11 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `keras.optimizers.Optimizer.scale_loss`."""
+        """Return the loss times the factor by which the inner optimizer scales it."""
         return self.inner.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        """Set the final values of weights after training, such as averages with `use_ema`."""
         self._finalize_inner(var_list)
 
     def _finalize_inner(self, variables: Sequence[Variable]) -> None:
@@ -340,7 +340,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def exclude_from_weight_decay(
         self, var_list: Sequence[Variable] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
+        """Exclude variables from the weight decay of the inner optimizer."""
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def _incoming_scale(self) -> Any:
@@ -490,7 +490,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self.inner.load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`. Includes the config of the inner optimizer."""
+        """Return the arguments of the constructor, with the config of the inner optimizer."""
         return {
             "name": self.name,
             "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),

@@ -163,7 +163,7 @@ _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDi
 
 
 def optimizer_created(optimizer: Optimizer) -> None:
-    """See `optimizers.made`. The first such optimizer also starts the detection of divided losses."""
+    """Note a new optimizer's number of replicas. For the first one, also start detecting losses divided by it."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
     _make_trainer_raise(strategy)

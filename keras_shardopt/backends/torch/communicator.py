@@ -62,7 +62,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def split(self, groups: Groups) -> Communicator:
-        """See `Communicator.split`. All ranks together create each process group once."""
+        """Return the communicator of this rank's group. All ranks together create each process group once."""
         key = tuple(tuple(sorted(ranks)) for ranks in groups)
         if len(key) == 1:
             return self

@@ -71,7 +71,7 @@ def _sum_of_squares(value: Tensor) -> Tensor:
 
 
 def global_norm(values: Sequence[Tensor]) -> Tensor:
-    """See `keras_shardopt.numerics.global_norm`."""
+    """Return the L2 norm of all elements of all tensors, with few kernels."""
     squares = [sum_of_squares(value) for value in values]
     widest = torch.float64 if any(square.dtype == torch.float64 for square in squares) else torch.float32
     squares = squares if widest == torch.float32 else [square.to(widest) for square in squares]

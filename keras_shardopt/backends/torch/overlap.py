@@ -343,7 +343,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients, repeatedly if any rank needs that. With `adds`, add the sums to earlier results."""
+        """Send all gradients, and again if any rank's changed meanwhile. `adds`: add the sums to earlier results."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:

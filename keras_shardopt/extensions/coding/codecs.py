@@ -139,7 +139,7 @@ class CodedInTwoLegs(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Legs:
-        """See `Compression.legs`."""
+        """Sum encoded tensors in two legs: an all-to-all of slices, then an all-gather of their sums."""
         size, me = num_replicas, replica_id
         flat = joined(tensors, size * self.block)
         sent = self.encode(flat, (update, me, 0))
@@ -164,11 +164,11 @@ class _Half(CodedInTwoLegs):
             self.sum_dtype = self._dtype
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """See `CodedInTwoLegs.encode`."""
+        """Cast to half precision."""
         return [ops.cast(values, self._dtype)]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """See `CodedInTwoLegs.decode`."""
+        """Cast to float32."""
         return ops.cast(sent[0], "float32")
 
 
@@ -282,12 +282,12 @@ class Int8(_Quantized):
         super().__init__(block, rounding, seed, error_feedback)
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """See `CodedInTwoLegs.encode`."""
+        """Return one int8 per element, and the scales of blocks."""
         steps, scales = self.quantized(values, key)
         return [ops.cast(ops.reshape(steps, (-1,)), "int8"), scales]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """See `CodedInTwoLegs.decode`."""
+        """Multiply each integer by the scale of its block."""
         rows = ops.reshape(ops.cast(sent[0], "float32"), (-1, self.block))
         return ops.reshape(rows * ops.cast(sent[1], "float32")[:, None], (-1,))
 
@@ -325,7 +325,7 @@ class Int4(_Quantized):
         super().__init__(block, rounding, seed, error_feedback)
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """See `CodedInTwoLegs.encode`."""
+        """Return one uint8 per two elements, and the scales of blocks."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
         # NaN and infinity become 0 here, because the scale of their block is NaN, so all its elements decode to NaN.
@@ -334,7 +334,7 @@ class Int4(_Quantized):
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """See `CodedInTwoLegs.decode`."""
+        """Take the two integers out of each byte, and multiply them by the scale of their block."""
         pairs = ops.reshape(ops.cast(sent[0], "float32"), (-1, self.block // 2))
         high = ops.floor(pairs / 16)
         rows = ops.concatenate([pairs - 16 * high - 8, high - 8], axis=1)
@@ -395,7 +395,7 @@ class PowerSGD(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Legs:
-        """See `Compression.legs`."""
+        """Sum two thin matrices in place of each gradient matrix; in the warm-up, sum the gradients unchanged."""
         low = [i for i, factor in enumerate(factors) if factor is not None]
         before = [factors[i] for i in low]
         if not low or (self.warmup_steps and update < self.warmup_steps):
@@ -425,7 +425,7 @@ class PowerSGD(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """See `Compression.reduce`."""
+        """Encode and sum. If a traced tensor has the number of updates, both cases (warm-up or not) are compiled."""
 
         def reduce(update: Any) -> Reduced:
             return super(PowerSGD, self).reduce(tensors, along, comm, update, factors)

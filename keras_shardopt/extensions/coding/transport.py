@@ -57,7 +57,7 @@ class CodedTransport(Transport):
         self._is_stacked = False
 
     def check(self) -> None:
-        """See `Transport.check`."""
+        """Warn if the codec is `PowerSGD` and an inner optimizer is Adam, because the loss can then be higher."""
         if isinstance(self.codec, PowerSGD):
             _warn_of_adam(self._context.optimizer)
 
@@ -83,7 +83,7 @@ class CodedTransport(Transport):
             placement.place(self.residuals, "per_replica")
 
     def stack(self) -> None:
-        """See `Transport.stack`."""
+        """If one program runs all replicas, stack their residuals along a first dimension of one array."""
         if not self._is_stacked and self.residuals:
             placement.place(self.residuals, "per_replica")
         self._is_stacked = True
@@ -104,12 +104,12 @@ class CodedTransport(Transport):
         return step.replace(own=None, notes=others)
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Coded:
-        """See `Transport.begin`."""
+        """Begin one reduction of coded gradients among these replicas."""
         self._check()
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """See `Transport.means`. The tensors are sent encoded, and their coding errors stored.
+        """Return the means over replicas of other tensors, such as weights. They are sent encoded.
 
         Raises:
             ValueError: if these replicas do not support the codec.
@@ -165,7 +165,7 @@ class Coded(Transfer):
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See `Transfer.all_reduce`."""
+        """Return the sums or means over replicas of gradients, which are sent encoded, and of `along`, which is not."""
         if not places:
             return super().all_reduce(places, tensors, along, op)
         mine, factors = self._inputs(places, tensors)
@@ -217,7 +217,7 @@ class Coded(Transfer):
     def reduce_scatter(
         self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transfer.reduce_scatter`."""
+        """Return this replica's slices of the sums of encoded gradients, and the reduced `along`."""
         del length, dtype
         slices, more = rows, [] if along is None else [along]
         codec, size, me = self.codec, self.comm.num_replicas, self.comm.replica_id

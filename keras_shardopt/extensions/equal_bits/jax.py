@@ -346,7 +346,7 @@ class PartsStep(TrainStep):
         return num_parts_of(self.model)
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
-        """See `TrainStep.compiler_options`."""
+        """Return a context in which XLA compiles the steps in the same way for any number of devices."""
         return compiled_identically(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
@@ -354,7 +354,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """See `TrainStep.computed`. Every device gets all rows, so metrics sum them in one order."""
+        """Run forward and backward pass in parts. Return all rows on every device, so metrics sum them in one order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

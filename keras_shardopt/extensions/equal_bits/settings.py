@@ -52,15 +52,15 @@ class VirtualReplicas(Extension):
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
-        """See `Settings.from_old`."""
+        """Create the extension from the former argument `virtual_replicas` of `CrossShard`."""
         return cls(arguments["virtual_replicas"])
 
     def to_old(self) -> dict[str, Any]:
-        """See `Settings.to_old`."""
+        """Return the former argument of `CrossShard`, so it stays readable on the optimizer."""
         return {"virtual_replicas": self.number}
 
     def check(self, options: CrossShardOptions) -> None:
-        """See `Extension.check`."""
+        """Raise ValueError if other arguments of `CrossShard` prevent equal results on any number of replicas."""
         local_stages = [stage for stage in options.stages if stage.needs_local_gradients]
         accumulates = (options.gradient_accumulation_steps or 1) > 1
         others = {
@@ -80,7 +80,7 @@ class VirtualReplicas(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """See `Extension.from_options`."""
+        """Return the stage that sums the gradients of parts. Raise ValueError if a norm's rounding could differ."""
         if options.shard_state and placement.state_sharding != "layout":
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):

@@ -138,11 +138,11 @@ class Tree(Communicator):
         return GradientState.LOCAL
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Communicator.all_gather`."""
+        """Concatenate the flat tensors of all replicas."""
         return self._replicas.all_gather(tensors)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """See `Communicator.all_reduce`."""
+        """Sum or average tensors over replicas, in the same order of additions for any number of replicas."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
         factor = 1 / self.num_parts if op == "mean" else 1  # does not round: `num_parts` is a power of two

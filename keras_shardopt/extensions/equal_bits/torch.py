@@ -153,27 +153,27 @@ class PartsStep(TrainStep):
         return self._number
 
     def begin_call(self) -> None:
-        """See `TrainStep.begin_call`."""
+        """Forget what can differ between two calls of `fit`, `evaluate` or `predict`."""
         super().begin_call()
         self._number = None
         self._kept.begin_call()
 
     def begin_fit(self) -> None:
-        """See `TrainStep.begin_fit`."""
+        """Forget which weights the layers change in their call, because a `fit` can have a changed model."""
         self._kept.changed_weights = None
 
     def num_parts_of(self, num_ranks: int) -> int:
-        """See `TrainStep.num_parts_of`."""
+        """Return the number of parts of a batch, for any number of ranks."""
         return self.num_parts
 
     def rows_of(self, num: int, num_ranks: int) -> list[int]:
-        """See `TrainStep.rows_of`. Each rank gets whole parts."""
+        """Return the number of rows of each rank, for a batch of `num` rows. Each rank gets whole parts."""
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 
     @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """See `TrainStep.run`."""
+        """Run the step on each part of this rank. In a call without the other ranks, run it once, as Keras does."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)

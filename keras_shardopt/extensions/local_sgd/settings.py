@@ -88,7 +88,7 @@ class LocalSGD(Extension):
 
     @classmethod
     def from_old(cls, arguments: Mapping[str, Any]) -> Self:
-        """See `Settings.from_old`."""
+        """Create the extension from former arguments of `CrossShard`, such as `sync_every`."""
         if "sync_every" not in arguments:
             more = [f"{name}={value!r}" for name, value in arguments.items()]
             raise ValueError(
@@ -99,7 +99,7 @@ class LocalSGD(Extension):
         return cls(**{cls._new_name(name): value for name, value in arguments.items()})
 
     def to_old(self) -> dict[str, Any]:
-        """See `Settings.to_old`."""
+        """Return the former arguments of `CrossShard`, so they stay readable on the optimizer."""
         return {name: getattr(self, self._new_name(name)) for name in self.old_arguments}
 
     @staticmethod
@@ -107,7 +107,7 @@ class LocalSGD(Extension):
         return old.removeprefix("sync_")
 
     def check(self, options: CrossShardOptions) -> None:
-        """See `Extension.check`."""
+        """Raise ValueError if other arguments of `CrossShard` contradict local updates."""
         if self.outer_optimizer is not None:
             _checked(self.outer_optimizer)  # perhaps another `CrossShard` uses it now
         others = {
@@ -127,7 +127,7 @@ class LocalSGD(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """See `Extension.from_options`."""
+        """Return the stage that runs local updates and sync steps."""
         return [LocalUpdates(self, options, context)]
 
     @property

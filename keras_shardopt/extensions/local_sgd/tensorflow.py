@@ -13,6 +13,6 @@ class LocalStep(TrainStep):
     averages_statistics = False
 
     def prepare(self) -> None:
-        """See `TrainStep.prepare`."""
+        """Make methods that read weights get the mean over replicas, and training continue from each replica's own."""
         mix_in(self.model, ShowsMean)
         mix_in(self.model, ResumesLocal)

@@ -13,7 +13,7 @@ class LocalStep(TrainStep):
     """A step in which each rank continues from its own weights."""
 
     def before_step(self, begins_epoch: bool) -> None:
-        """See `TrainStep.before_step`."""
+        """Restore this rank's own weights, if the model has the mean weights."""
         resume_local(self._session.reducers, begins_epoch)
 
     def after_loss(self) -> None:

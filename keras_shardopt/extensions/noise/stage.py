@@ -72,7 +72,7 @@ class GradientNoise(Stage):
     in_rows = property(lambda self: self._averages.in_rows(), doc="In rows; NaN outside of a prepared model's `fit`.")
 
     def get_config(self) -> dict[str, Any]:
-        """See `Stage.get_config`."""
+        """Return the argument of the constructor."""
         return {"momentum": self.momentum}
 
 

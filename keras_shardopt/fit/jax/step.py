@@ -55,7 +55,7 @@ class TrainStep:
     """Whether gradient accumulation can sum the gradients of each replica, stacked along a first dimension."""
 
     is_reduced = False
-    """Whether accumulation can sum the gradients that `computed` has reduced. If not, it needs stacked gradients."""
+    """Whether `computed` returns gradients already reduced over replicas. Accumulation then sums these."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model

@@ -99,37 +99,37 @@ class PartsStep(TrainStep):
         return num_parts
 
     def begin_call(self) -> None:
-        """See `TrainStep.begin_call`."""
+        """Raise ValueError if the model or the strategy does not support `VirtualReplicas`."""
         self.num_parts_of(self.model.distribute_strategy.num_replicas_in_sync)
 
     def num_parts_of(self, num_replicas: int) -> int:
-        """See `TrainStep.num_parts_of`."""
+        """Return the number of parts of a batch, for any number of replicas."""
         return self.num_parts
 
     def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
-        """See `TrainStep.distribute`."""
+        """Divide a dataset among replicas. Each gets the rows of its parts of every batch."""
         return divide_dataset(strategy, dataset, self.num_parts)
 
     def check_dataset(self, dataset: Any) -> None:
-        """See `TrainStep.check_dataset`."""
+        """Raise ValueError: the batches of this dataset are already divided."""
         raise ValueError(
             "`VirtualReplicas` divides whole batches into parts. Received: a dataset that a strategy has already "
             f"divided, VirtualReplicas({self.num_parts}). Pass the original dataset to `fit`."
         )
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        """See `TrainStep.function`."""
+        """Return a function that runs steps on the parts of an iterator's batches, compiled without XLA."""
         num_parts = self.num_parts
         with _without_xla(self.model):
             function = make()
         return functools.partial(_on_parts, self.model.distribute_strategy, num_parts, function)
 
     def train(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """See `TrainStep.train`."""
+        """Run a training step on each part of this replica. Return the logs of the whole batch."""
         return in_parts(self.model, rows_of(data), self.num_parts, trains=True)
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """See `TrainStep.test`. A custom `test_step` runs on all rows of the replica at once."""
+        """Run a test step on each part of this replica. A custom `test_step` runs on all its rows at once."""
         if self.model.__class__.test_step is keras.Model.test_step:
             return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
         return super().test(real, rows_of(data).of_replica(self.num_parts))
