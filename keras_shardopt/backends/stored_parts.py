@@ -49,10 +49,10 @@ def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
 
 
 def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
-    """Return a process's share of an array that all processes have. See `even_range`."""
+    """Return a copy of a process's share of an array that all processes have. See `even_range`."""
     start, stop = even_range(array.size, process)
     is_own = start < stop or (array.size == 0 and process[1] == 0)
-    parts = [Part((start,), array.reshape(-1)[start:stop])] if is_own else []
+    parts = [Part((start,), np.array(array.reshape(-1)[start:stop]))] if is_own else []
     return OwnParts(array.shape, str(array.dtype), parts)
 
 
@@ -69,12 +69,13 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
     """
     if _arrays is not None:
         return _arrays.own_parts(variable)
-    start, stop = even_range(math.prod(variable.shape), process)
     shape, dtype = tuple(variable.shape), dtype_of(variable)
+    # On all processes: on TensorFlow, some variables can only be read by all together.
+    flat = ops.reshape(ops.convert_to_tensor(variable), (-1,))
+    start, stop = even_range(math.prod(shape), process)
     if start == stop and process[1]:
         return OwnParts(shape, dtype, [])
-    flat = ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop]
-    return OwnParts(shape, dtype, [Part((start,), np.array(ops.convert_to_numpy(flat)))])
+    return OwnParts(shape, dtype, [Part((start,), np.array(ops.convert_to_numpy(flat[start:stop])))])
 
 
 def assign_stored(variable: Variable, array: Any) -> None:

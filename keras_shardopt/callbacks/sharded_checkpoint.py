@@ -8,10 +8,18 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.checkpoint.saving import is_chief
+from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.checkpoint.saving import communicating, from_rank_0, is_chief
 from keras_shardopt.checkpoint.sharded import check_arguments, check_safetensors
-from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete, delete_abandoned
-from keras_shardopt.checkpoint.training_state import extensions_of
+from keras_shardopt.checkpoint.sharded.saves import (
+    Save,
+    complete_saves,
+    delete,
+    delete_abandoned,
+    step_of,
+    step_of_model,
+)
+from keras_shardopt.checkpoint.training_state import extensions_of, is_inside_window
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -26,8 +34,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     Args:
         directory: str or path. Created if missing. All processes must be able to read and write it.
         save_freq: "epoch" (default), or int >= 1: the number of batches between saves.
+            A save that is due inside a window of `gradient_accumulation_steps` waits for its end.
         keep: int >= 1, or None for all. The number of checkpoints to keep: older ones are deleted when a save is
-            complete, except those that another job writes meanwhile. Default: 3.
+            complete. Checkpoints that another job writes meanwhile are not deleted, and neither are those of later
+            steps than the model's when training begins. Default: 3.
         background: bool. If False, training waits until each save is complete. Default: True.
 
     Raises:
@@ -90,9 +100,22 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             )
         self._num_batches = 0
         self._check(wait=True)  # a save that an interrupted `fit` began
-        if is_chief():
-            delete_abandoned(self.directory)
-            self._complete = complete_saves(self.directory)
+        with communicating(model):
+            step = step_of_model(model)
+            folders = from_rank_0(self._list)
+        self._complete = [folder for folder in folders if step_of(folder) <= step]
+        later = [folder for folder in folders if step_of(folder) > step]
+        if later:
+            warn(
+                "The directory of a `ShardedCheckpoint` should hold checkpoints of one training run. Received: "
+                f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model has made {step} updates. "
+                "Call `load_sharded` before `fit` to resume, or use another directory. `load_sharded` will restore the "
+                "checkpoints that this `fit` saves, because they are newer. `keep` does not delete the others."
+            )
+
+    def _list(self) -> list[str]:
+        delete_abandoned(self.directory)
+        return complete_saves(self.directory)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers the epoch, because a checkpoint contains it."""
@@ -105,7 +128,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if self.save_freq != "epoch":
             self._num_batches += batch - self._last_batch
             self._last_batch = batch
-            if self._num_batches >= int(self.save_freq):
+            if self._num_batches >= int(self.save_freq) and not is_inside_window(self.model):
                 self._num_batches = 0
                 self._begin(self._epoch)
 

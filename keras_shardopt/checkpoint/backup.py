@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import zipfile
@@ -25,6 +26,7 @@ from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
+    check_built,
     from_rank_0,
     gather_despite_errors,
     is_chief,
@@ -42,9 +44,11 @@ from keras_shardopt.checkpoint.training_state import (
     cross_shards_of,
     extensions_of,
     global_seed,
+    is_inside_window,
     is_stored_whole,
     optimizer_variables,
     random_state,
+    restore_carried,
     saved_variables,
     set_random_state,
 )
@@ -142,11 +146,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Restores the backup if one exists."""
         model = self.model
         model._initial_epoch = None
-        if not model.built:
-            raise ValueError(
-                f"A model must be built before `BackupAndRestore` can restore it. Received: {model!r}. "
-                "Add a `keras.Input`, or call the model on a batch of data."
-            )
+        check_built(model)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         from_rank_0(self._check_kind)
@@ -198,21 +198,21 @@ class BackupAndRestore(keras.callbacks.Callback):
         for extension, name in extensions_of(model):
             extension.load_state(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
         for name, variables in carried_values(model).items():
-            _restore_carried(variables, header.get(f"{name}s", []), None if arrays is None else arrays.get(name, []))
+            own = None if arrays is None else arrays.get(name, [])
+            restore_carried(variables, header.get(f"{name}s", []), functools.partial(_of_chief, own))
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        windows = [part.accumulation for part in cross_shards_of(self.model) if part.accumulation is not None]
-        if not self._warned and any(window.num_taken for window in windows):
+        model = self.model
+        if not self._warned and is_inside_window(model):
             self._warned = True
             warn(
                 f"Epoch {epoch} ended inside a window of micro-batches, which a backup does not store. Training "
                 "restored from this backup will differ from uninterrupted training. Make the number of steps per "
                 "epoch a multiple of `gradient_accumulation_steps`.",
             )
-        model = self.model
         if self.sharded:
             Save(model, self.backup_dir, {"epoch": epoch + 1}).check(wait=True)
             if is_chief():
@@ -350,28 +350,15 @@ def _all_replica_values(variable: keras.Variable) -> list[np.ndarray]:
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 
 
-def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
-    """Restores each replica's carried values (state between reductions, such as residuals of compression).
-
-    Does nothing if the shapes or the number of replicas differ from those of the backup.
-    """
-    own = [placement.replica_values(variable) for variable in variables]
-    counts = processes.gather_objects(len(own[0]) if own else 0)
-    if shapes != [[sum(counts), *rows[0].shape] for rows in own]:
-        return
-    start = sum(counts[: processes.process()[1]])
-    for i, (variable, rows) in enumerate(zip(variables, own)):
-        # Send one array at a time to limit memory, because `gather_objects` returns a copy per process.
-        of_all = processes.gather_objects(None if arrays is None else arrays[i])[0]
-        placement.assign_replica_values(variable, list(of_all[start : start + len(rows)]))
-
-
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
     """Sends rank 0's arrays to every process. Returns them as a store for `load_own_variables`."""
     num_arrays = processes.gather_objects(None if arrays is None else len(arrays))[0]
-    # Send one array at a time to limit memory, because `gather_objects` returns a copy per process.
-    own = [None] * num_arrays if arrays is None else arrays
-    return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(own)}
+    return {str(i): _of_chief(arrays, i) for i in range(num_arrays)}
+
+
+def _of_chief(arrays: list[np.ndarray] | None, i: int) -> np.ndarray:
+    """Sends one of rank 0's arrays to every process. One at a time, because each process gets a copy per process."""
+    return processes.gather_objects(None if arrays is None else arrays[i])[0]
 
 
 class _Entries:

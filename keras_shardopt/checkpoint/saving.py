@@ -231,7 +231,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     try:
         with communicating(model):
             raise_together(problem)
-            _before_reading(model)
+            before_reading(model)
         try:
             _write_or_join(model, method, None if file is None else file.path)
             if file is not None:
@@ -245,7 +245,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
             file.discard()
 
 
-def _before_reading(model: Any) -> None:
+def before_reading(model: Any) -> None:
     """Prepares the weights for reading, as by assigning the mean of replicas. All processes must call it."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
@@ -508,6 +508,15 @@ def communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
+
+
+def check_built(model: Any) -> None:
+    """Raise ValueError unless the model is built."""
+    if not model.built:
+        raise ValueError(
+            f"A model must be built before it is saved or restored. Received: {model!r}. "
+            "Add a `keras.Input`, or call the model on a batch of data."
+        )
 
 
 def file_path(filepath: Any, suffixes: tuple[str, ...]) -> str:

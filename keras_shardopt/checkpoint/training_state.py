@@ -8,6 +8,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.checkpoint.saving import saves_collectively
 from keras_shardopt.numerics import Optimizer
@@ -53,6 +55,23 @@ def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
     return found
 
 
+def restore_carried(variables: Sequence[keras.Variable], shapes: Sequence[Any], read: Callable[[int], Any]) -> None:
+    """Restores each replica's carried values. Does nothing if shapes or the number of replicas have changed.
+
+    Args:
+        variables: the variables of `carried_values` under one name.
+        shapes: the stored shapes, with a row per replica.
+        read: returns the stored array of an index. All processes call it together.
+    """
+    own = [placement.replica_values(variable) for variable in variables]
+    counts = processes.gather_objects(len(own[0]) if own else 0)
+    if [tuple(shape) for shape in shapes] != [(sum(counts), *rows[0].shape) for rows in own]:
+        return
+    first = sum(counts[: processes.process()[1]])
+    for i, (variable, rows) in enumerate(zip(variables, own)):
+        placement.assign_replica_values(variable, list(read(i)[first : first + len(rows)]))
+
+
 def is_stored_whole(optimizer: Optimizer) -> bool:
     """Whether a backup stores the joined state of all replicas. Such a backup fits any number of replicas."""
     return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
@@ -87,6 +106,12 @@ def extensions_of(model: Any) -> list[tuple[Any, str]]:
 def cross_shards_of(model: Any) -> list[Any]:
     """Returns each `CrossShard` in the optimizers of a model."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+
+
+def is_inside_window(model: Any) -> bool:
+    """Whether an optimizer has accumulated gradients of micro-batches for an unfinished update."""
+    windows = [part.accumulation for part in cross_shards_of(model) if part.accumulation is not None]
+    return any(window.num_taken for window in windows)
 
 
 def global_seed(make: bool) -> list[keras.Variable]:

@@ -142,9 +142,9 @@ def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> 
     A store of a sharded checkpoint receives the parts of this process.
     """
     divided: DividedState | None = optimizer._divided_state
-    process: tuple[int, int] | None = getattr(store, "process", None)
-    if process is not None:
-        return (stored_parts if divided is None else divided).own_parts(variable, process)
+    process_for: Callable[[Variable], tuple[int, int]] | None = getattr(store, "process_for", None)
+    if process_for is not None:
+        return (stored_parts if divided is None else divided).own_parts(variable, process_for(variable))
     return whole_value(variable) if divided is None else divided.stored(variable)
 
 
@@ -276,7 +276,7 @@ class _AnnotatedStore:
     def __init__(self, store: Any, metadata: _Metadata) -> None:
         self._store = store
         self._metadata = metadata
-        self.process = getattr(store, "process", None)
+        self.process_for = getattr(store, "process_for", None)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store[key] = value

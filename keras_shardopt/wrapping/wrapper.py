@@ -458,7 +458,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         """Write the state as the inner optimizer would without a wrapper, with its class and a name per slot."""
         store = named_store(self, store)
         is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
-        if store.process is None or is_whole:
+        if store.process_for is None or is_whole:
             self.inner.save_own_variables(store)
             return
         for i, variable in enumerate(self._inner_state):

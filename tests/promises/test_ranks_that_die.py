@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def rounds():
-    """Four rounds, a rank killed before a collective or inside it, and one stopped; by hand it is 50."""
+    """Rounds with a rank killed before a collective or inside it, one stopped, and two killed while saving."""
     environment = launch.variables("torch", OMP_NUM_THREADS="1")
-    (printed,) = launch.workers("rank_deaths.py", [environment], 4, 2, timeout=200, start=launch.fork_with("torch"))
+    (printed,) = launch.workers("rank_deaths.py", [environment], 4, 2, 2, timeout=200, start=launch.fork_with("torch"))
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
@@ -34,3 +34,13 @@ def test_the_others_end_in_time_and_name_the_rank(rounds, how):
         assert end["seconds"] < case["timeout"] + patient(6), (case, rank, end)
         named = re.search(r"no answer from ranks? ([\d, ]+)", end["message"])
         assert named and case["victim"] in map(int, re.findall(r"\d+", named[1])), (case, rank, end)
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(rounds):
+    found = [r for r in rounds if r["case"]["place"] == "saving"]
+    assert {r["case"]["size"] for r in found} == {2, 4}
+    for each in found:
+        case = each["case"]
+        # The save in which the rank died is complete if all its files were; every save before it was waited for.
+        number = -(-case["file"] // case["files_per_save"])
+        assert each["checkpoint"] in (number - 1, number), each

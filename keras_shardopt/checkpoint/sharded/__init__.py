@@ -10,7 +10,7 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raise_together, raising_together
+from keras_shardopt.checkpoint.saving import check_built, communicating, from_rank_0, raise_together, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
 from keras_shardopt.checkpoint.sharded.state import restore
@@ -85,7 +85,7 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     Args:
         model: a built `keras.Model`. If it is not compiled, its optimizer state is left out.
         path: str or path: a checkpoint, or a directory of checkpoints. The newest complete one in a directory is
-            restored; if it is damaged, the one before, with a warning.
+            restored, whatever its step; if it is damaged, the one before, with a warning.
 
     Returns:
         A `Position`: `step` is the number of updates, `epoch` the number of finished epochs, for `initial_epoch` of
@@ -151,11 +151,7 @@ def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
     """Raise TypeError or ValueError unless a sharded checkpoint can be saved or loaded. Return the path."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
-    if not model.built:
-        raise ValueError(
-            f"A model must be built before it is saved or restored. Received: {model!r}. "
-            "Add a `keras.Input`, or call the model on a batch of data."
-        )
+    check_built(model)
     check_safetensors()
     return check.local_path(name, directory)
 

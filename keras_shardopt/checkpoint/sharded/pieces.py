@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_shardopt.backends.stored_parts import OwnParts, Part
+from keras_shardopt.checkpoint.atomic_file import sync_folder
 
 FORMAT = 1
 """The version of the manifest's format."""
@@ -134,6 +135,7 @@ def _finish(path: str) -> None:
     with open(f"{path}.unfinished", "rb+") as file:
         os.fsync(file.fileno())
     os.replace(f"{path}.unfinished", path)
+    sync_folder(os.path.dirname(path))
 
 
 def _split(part: Part) -> Iterator[Part]:

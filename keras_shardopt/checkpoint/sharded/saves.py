@@ -1,14 +1,16 @@
 """Saves of sharded checkpoints: one folder per save, and the threads that write it.
 
-A directory holds folders `step-<step>-<token>`. The token is random, so two jobs, or a job and its restart, never write
-to the same folder. Processes do not communicate while threads write: process 0 waits until the folder has the report of
-each process, then writes the manifest.
+A directory holds folders `<number>-step-<step>-<token>`. The number is one more than the largest in the directory, so
+it orders saves without clocks, even if training starts anew at step 0. The token is random, so two jobs, or a job and
+its restart, never write to the same folder. Processes do not communicate while threads write: process 0 waits until the
+folder has the report of each process, then writes the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -21,7 +23,9 @@ import keras
 
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
-from keras_shardopt.checkpoint.saving import communicating, from_rank_0, raising_together
+from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.checkpoint.atomic_file import sync_folder
+from keras_shardopt.checkpoint.saving import before_reading, communicating, from_rank_0, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
     Checkpoint,
@@ -30,6 +34,7 @@ from keras_shardopt.checkpoint.sharded.pieces import (
     write_process,
 )
 from keras_shardopt.checkpoint.sharded.state import about_model, about_process, sources_of
+from keras_shardopt.checkpoint.training_state import is_inside_window
 
 WAIT_SECONDS = 600.0
 """The time that process 0 waits for the reports of the other processes."""
@@ -39,7 +44,7 @@ ABANDONED_SECONDS = 3600.0
 
 _POLL_SECONDS = 0.02
 
-_FOLDER = re.compile(r"step-(?P<step>\d+)-[0-9a-f]{8}")
+_FOLDER = re.compile(r"(\d+)-step-(\d+)-[0-9a-f]{8}")
 
 
 class Save:
@@ -66,15 +71,28 @@ class Save:
 
     def _begin(self, directory: str, about: dict[str, Any]) -> None:
         self._process = processes.process()
-        step = _step(self._model)
+        step = step_of_model(self._model)
+        if is_inside_window(self._model):
+            warn(
+                "A checkpoint does not store the micro-batches of an unfinished update, so training restored from it "
+                f"will differ. Received: a checkpoint after {step} updates, inside a window of "
+                "`gradient_accumulation_steps`. Save after the last micro-batch of a window."
+            )
         self.folder: str = os.path.join(directory, from_rank_0(lambda: _new_folder(directory, step)))
-        with raising_together():
-            if not _is_visible(self.folder):
-                raise OSError(
-                    f"All processes must see the same directory. Received: {directory!r}, in which process "
-                    f"{self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
-                )
-            self._sources = sources_of(self._model, self._process)
+        try:
+            with raising_together():
+                if not _is_visible(self.folder):
+                    raise OSError(
+                        f"All processes must see the same directory. Received: {directory!r}, in which process "
+                        f"{self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
+                    )
+            with raising_together():
+                before_reading(self._model)
+                self._sources = sources_of(self._model, self._process)
+        except Exception:
+            if self._process[1] == 0:
+                delete(self.folder)
+            raise
         self._about = {
             "step": step,
             "num_processes": self._process[0],
@@ -147,9 +165,8 @@ class Save:
 
 
 def complete_saves(directory: str) -> list[str]:
-    """Return the folders of complete checkpoints in a directory, oldest step first."""
-    folders = [folder for folder in _saves(directory) if is_complete(folder)]
-    return sorted(folders, key=lambda folder: (_step_of(folder), _time_of(folder)))
+    """Return the folders of complete checkpoints in a directory, in the order in which they were begun."""
+    return [folder for folder in _saves(directory) if is_complete(folder)]
 
 
 def incomplete_saves(directory: str) -> list[str]:
@@ -191,14 +208,17 @@ def delete_abandoned(directory: str) -> None:
 
 def _saves(directory: str) -> list[str]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return [os.path.join(directory, name) for name in os.listdir(directory) if _FOLDER.fullmatch(name)]
+        names = [name for name in os.listdir(directory) if _FOLDER.fullmatch(name)]
+        return [os.path.join(directory, name) for name in sorted(names, key=lambda name: (_numbers_in(name), name))]
     return []
 
 
 def _new_folder(directory: str, step: int) -> str:
     os.makedirs(directory, exist_ok=True)
-    name = f"step-{step:012d}-{secrets.token_hex(4)}"
+    number = max((_numbers_in(folder)[0] for folder in _saves(directory)), default=0) + 1
+    name = f"{number:06d}-step-{step}-{secrets.token_hex(4)}"
     os.mkdir(os.path.join(directory, name))
+    sync_folder(directory)
     return name
 
 
@@ -216,18 +236,24 @@ def is_complete(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, MANIFEST))
 
 
-def _step_of(folder: str) -> int:
-    found = _FOLDER.fullmatch(os.path.basename(folder))
-    return int(found["step"]) if found else -1
+def step_of(folder: str) -> int:
+    """Return the step in the name of a save's folder."""
+    return _numbers_in(folder)[1]
+
+
+def _numbers_in(folder: str) -> tuple[int, int]:
+    """Return the number and the step in the name of a save's folder."""
+    number, step = _FOLDER.fullmatch(os.path.basename(folder)).groups()  # type: ignore[union-attr]
+    return int(number), int(step)
 
 
 def _time_of(folder: str) -> float:
-    with contextlib.suppress(FileNotFoundError):  # another job may delete it
+    with contextlib.suppress(FileNotFoundError):  # a job renames or deletes a file now
         return max([os.stat(folder).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(folder))])
-    return 0.0
+    return math.inf
 
 
-def _step(model: Any) -> int:
+def step_of_model(model: Any) -> int:
     """Return the largest number of updates of a model's optimizers."""
     counts = [int(keras.ops.convert_to_numpy(o.iterations)) for o in optimizers_of(model) if o.built]
     return max(counts, default=0)

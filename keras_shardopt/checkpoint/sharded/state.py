@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -25,7 +26,7 @@ from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.stored_parts import OwnParts, Part, even_parts
-from keras_shardopt.checkpoint.saving import NoStore
+from keras_shardopt.checkpoint.saving import NoStore, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint, Source, StoredArray
 from keras_shardopt.checkpoint.training_state import (
     build_optimizers,
@@ -35,11 +36,13 @@ from keras_shardopt.checkpoint.training_state import (
     extensions_of,
     global_seed,
     random_state,
+    restore_carried,
     saved_variables,
     set_random_state,
 )
 from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import kind_of
+from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -55,22 +58,28 @@ _WRAPPER_STATE = "/wrapper_state/"
 
 def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
     """Copy this process's part of a model's training state to host memory. All processes must call it."""
-    store = _Saved(process)
+    store = _Saved(process, _ids_of_unequal(model))
     saving_lib._save_state(model, store, None, "", set())
     sources = store.sources
     for path, variable in _extra_variables(model, store.seen):
-        sources[path] = Source(stored_parts.own_parts(variable, process), {})
+        sources[path] = Source(stored_parts.own_parts(variable, store.process_for(variable)), {})
     for name, variables in carried_values(model).items():
         for i, variable in enumerate(variables):
             sources[f"{_TRAINING}{name}/{i}"] = Source(_rows_of(variable, process), {})
     for extension, name in extensions_of(model):
         for i, array in enumerate(extension.save_state()):
-            sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.array(array), process), {})
-    # On all processes: Keras creates an optimizer on the way, which is collective on JAX.
-    for name, content in list(_assets_of(model)):
-        if process[1] == 0:
+            sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.asarray(array), process), {})
+    if process[1] == 0:
+        for name, content in _assets_of(model):
             sources[ASSETS + name] = Source(even_parts(np.frombuffer(content, "uint8"), (1, 0)), {})
     return sources
+
+
+def _ids_of_unequal(model: Any) -> set[int]:
+    """Return the ids of variables whose values can differ between processes, such as moving statistics."""
+    stages = [stage for part in cross_shards_of(model) for stage in part.extension_stages]
+    of_replicas = [variable for stage in stages for variable in stage.replica_state]
+    return {id(variable) for variable in [*changed_by_forward_passes([model]), *of_replicas]}
 
 
 def _assets_of(model: Any) -> Iterator[tuple[str, bytes]]:
@@ -118,7 +127,7 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
         optimizer.build(model.trainable_variables)
     build_optimizers(model, manifest["built_on"])
     seen = _check_fits(model, checkpoint, process)
-    with contextlib.nullcontext() if _alone is None else _alone.local_assignments():
+    with raising_together(), contextlib.nullcontext() if _alone is None else _alone.local_assignments():
         problems: dict[int, tuple[Any, Exception]] = {}
         collected = {"visited_saveables": set(), "failed_saveables": set(), "error_msgs": problems}
         saving_lib._load_state(model, _Loaded(checkpoint), None, "", **collected)
@@ -132,9 +141,10 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
     for part in cross_shards_of(model):
         part.pipeline.reset()
     for extension, name in extensions_of(model):
-        extension.load_state(list(_numbered(checkpoint, name)))
+        extension.load_state([np.asarray(array) for array in _numbered(checkpoint, name)])
     for name, variables in carried_values(model).items():
-        _restore_rows(variables, list(_numbered(checkpoint, name)), process)
+        rows = list(_numbered(checkpoint, name))
+        restore_carried(variables, [array.shape for array in rows], rows.__getitem__)
     set_random_state([each["random_state"] for each in manifest["processes"]], process)
 
 
@@ -153,10 +163,10 @@ def _variables_in_file(optimizer: Any) -> list[Variable]:
     return [*optimizer._inner_state, *([] if own is None else own.variables)]
 
 
-def _numbered(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
+def _numbered(checkpoint: Checkpoint, name: str) -> Iterator[StoredArray]:
     num = 0
     while (path := f"{_TRAINING}{name}/{num}") in checkpoint:
-        yield np.asarray(checkpoint[path])
+        yield checkpoint[path]
         num += 1
 
 
@@ -169,20 +179,9 @@ def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
     return OwnParts((sum(counts), *rows[0].shape), str(rows[0].dtype), parts, is_flat=False)
 
 
-def _restore_rows(variables: Sequence[Variable], stored: Sequence[np.ndarray], process: tuple[int, int]) -> None:
-    """Assign each replica its stored row. If shapes or the number of replicas differ, do nothing."""
-    own = [placement.replica_values(variable) for variable in variables]
-    counts = processes.gather_objects(len(own[0]) if own else 0)
-    if [array.shape for array in stored] != [(sum(counts), *rows[0].shape) for rows in own]:
-        return
-    first = sum(counts[: process[1]])
-    for variable, rows, array in zip(variables, own, stored):
-        placement.assign_replica_values(variable, list(array[first : first + len(rows)]))
-
-
 def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> set[int]:
     """Raise ValueError unless the checkpoint fits the model. Return the ids of variables that Keras' files hold."""
-    store = _Saved(process, is_dry=True)
+    store = _Saved(process, (), is_dry=True)
     saving_lib._save_state(model, store, None, "", set())
     has_optimizer = bool(optimizers_of(model))
     own = {path: source.own.shape for path, source in store.sources.items()}
@@ -204,13 +203,26 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
     if problems:
         raise ValueError(
             f"The checkpoint must be of the same model and optimizer. Received: {checkpoint.folder!r}, with "
-            f"{listed(problems)}."
+            f"{listed(problems)}.{_unbuilt(model, checkpoint.manifest)}"
         )
     loaded = _Loaded(checkpoint)
     for group, arrays in _groups({path: source.notes for path, source in store.sources.items()}).items():
         if group in loaded.groups:
             check_groups(*(types.SimpleNamespace(_h5_entry_group=each) for each in (arrays, loaded.groups[group])))
     return store.seen
+
+
+def _unbuilt(model: Any, manifest: dict[str, Any]) -> str:
+    """Return a hint if only the checkpoint's optimizer or only the model's was built."""
+    for optimizer, own in zip(optimizers_of(model), manifest["built_on"]):
+        if optimizer.built and own is None and manifest["step"] == 0:
+            return (
+                f" The checkpoint's {kind_of(optimizer)} was not built, so it has no state for the model's built one. "
+                "Load the checkpoint before the optimizer is built, or save it after the first update."
+            )
+        if not optimizer.built and own is None and manifest["step"] > 0:
+            return f" The model's {kind_of(optimizer)} is not built. Call its `build` first."
+    return ""
 
 
 def _groups(notes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -227,11 +239,13 @@ class _Saved(saving_lib.H5IOStore):
 
     Args:
         process: the number of processes, and the index of this one.
+        unequal: the ids of variables that can differ between processes.
         is_dry: bool. True collects shapes only.
     """
 
-    def __init__(self, process: tuple[int, int], is_dry: bool = False) -> None:
-        self.process = process
+    def __init__(self, process: tuple[int, int], unequal: Collection[int], is_dry: bool = False) -> None:
+        self._process = process
+        self._unequal = unequal
         self._is_dry = is_dry
         self.sources: dict[str, Source] = {}
         self.seen: set[int] = set()
@@ -241,6 +255,11 @@ class _Saved(saving_lib.H5IOStore):
     def __bool__(self) -> bool:
         return True
 
+    def process_for(self, variable: Variable) -> tuple[int, int]:
+        """Return the process as `own_parts` takes it: process 0 alone saves a variable that can differ."""
+        num_processes, index = self._process
+        return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
+
     def make(self, path: str, metadata: dict[str, Any] | None = None) -> _Saved:
         self._prefix = f"{path}/vars/" if path else "vars/"
         self._h5_entry_group = {}  # new per group; wrappers set attributes in it
@@ -249,9 +268,9 @@ class _Saved(saving_lib.H5IOStore):
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, keras.Variable):
             self.seen.add(id(value))
-            value = stored_parts.own_parts(value, self.process)
+            value = stored_parts.own_parts(value, self.process_for(value))
         elif not isinstance(value, OwnParts):
-            value = even_parts(np.array(keras.ops.convert_to_numpy(value)), self.process)
+            value = even_parts(keras.ops.convert_to_numpy(value), self._process)
         source = Source(value._replace(parts=[]) if self._is_dry else value, {})
         self.sources[self._prefix + key] = source
         self._h5_entry_group[key] = types.SimpleNamespace(attrs=source.notes)

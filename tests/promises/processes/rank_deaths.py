@@ -1,12 +1,14 @@
 """Kills or stops a rank at a random moment of training, again and again, and looks at how the others end.
 
 Every round forks the ranks from one process that has imported everything, so that a round takes a second or two. A
-rank dies by its own hand just before a collective, inside it or just after it, or is hit from outside at any time.
+rank dies by its own hand just before a collective, inside it or just after it, or is hit from outside at any time. In
+further rounds a rank dies while all save a sharded checkpoint after each batch.
 
-Arguments: how many rounds, and a seed. `python tests/promises/processes/rank_deaths.py 50 1` is the long run (with
-tests/ and the repository on PYTHONPATH, KERAS_BACKEND=torch). Prints one JSON object per round.
+Arguments: how many rounds, of these while saving, and a seed. `python tests/promises/processes/rank_deaths.py 50 20 1`
+is the long run (with tests/ and the repository on PYTHONPATH, KERAS_BACKEND=torch). Prints one JSON object per round.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +28,7 @@ from support import launch, problem
 from support.launch import patient
 
 import keras_shardopt as ks
+from keras_shardopt.checkpoint.sharded import pieces
 
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -43,7 +46,7 @@ class Dying(keras.callbacks.Callback):
         self.batch, self.place, self.end = batch, place, end
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self.params["steps"] is None or batch < self.batch:
+        if self.params["steps"] is None or batch < self.batch or self.place == "saving":
             return
         real = dist.all_reduce
 
@@ -61,6 +64,12 @@ class Dying(keras.callbacks.Callback):
         dist.all_reduce = all_reduce
 
 
+def compiled():
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    return model
+
+
 def train(rank, case, report):
     """What one rank does; it writes how that ended."""
 
@@ -72,12 +81,16 @@ def train(rank, case, report):
     ended = {}
     try:
         with ks.data_parallel(timeout=case["timeout"], prepare=False):
-            model = problem.model()
-            model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+            model = compiled()
         if case["prepared"]:
             ks.prepare(model, auto_shard=False)
         x, y = (problem.rows_of_replica(a, rank % 2, 2) for a in problem.data(40))
-        callbacks = [Dying(case["batch"], case["place"], end)] if rank == case["victim"] else []
+        is_saving = case["place"] == "saving"
+        callbacks = [ks.callbacks.ShardedCheckpoint(report.parent / "saves", 1)] if is_saving else []
+        if rank == case["victim"]:
+            callbacks.append(Dying(case["batch"], case["place"], end))
+            if is_saving:
+                die_while_saving(case, end)
         model.fit(x, y, batch_size=2, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)
     except BaseException as error:
         ended = {"time": time.monotonic(), "class": type(error).__name__, "message": str(error)}
@@ -86,12 +99,30 @@ def train(rank, case, report):
     report.write_text(json.dumps(ended))
 
 
+def die_while_saving(case, end):
+    """Makes this rank end in its save of a number, before or after a file gets its name."""
+    real, count = pieces._finish, itertools.count(1)
+
+    def finish(path):
+        place = next(count)
+        if place == case["file"] and case["before"]:
+            end()
+        real(path)
+        if place == case["file"]:
+            end()
+
+    pieces._finish = finish
+
+
 class TookTooLong(Exception):
     """A rank was late before any of them was hit: on a busy machine the time limit is short."""
 
 
 def round_of(case, folder):
-    """Runs the ranks of one case. Returns, by surviving rank, how it ended and how long after the death."""
+    """Runs the ranks of one case. Returns, by surviving rank, how it ended and how long after the death.
+
+    Also the step of the checkpoint that loads afterwards, if ranks have saved any.
+    """
     (port,) = launch.free_ports(1)
     reports = [folder / f"{rank}.json" for rank in range(case["size"])]
     children = []
@@ -130,10 +161,12 @@ def round_of(case, folder):
         for rank in alive | {victim}:
             os.kill(children[rank], signal.SIGKILL)
             os.waitpid(children[rank], 0)
+    checkpoint = ks.load_sharded(compiled(), folder / "saves").step if case["place"] == "saving" else None
     ends = {rank: json.loads(reports[rank].read_text()) if reports[rank].exists() else {} for rank in survivors}
-    return {
+    ends = {
         rank: {"hangs": rank in alive, "seconds": end.get("time", limit) - died, **end} for rank, end in ends.items()
     }
+    return {"case": case, "ends": ends, "checkpoint": checkpoint}
 
 
 def cases(num_rounds, seed):
@@ -153,18 +186,31 @@ def cases(num_rounds, seed):
         }
 
 
+def saving_cases(num_rounds, seed):
+    chosen = random.Random(seed)
+    for number in range(num_rounds):
+        size = (2, 4)[number % 2]
+        victim = chosen.randrange(size)
+        case = {"size": size, "victim": victim, "how": "kill", "place": "saving", "batch": 0, "prepared": True}
+        # Rank 0 finishes three files per save, others two. The first save is complete.
+        num_files = 2 if victim else 3
+        case |= {"file": chosen.randrange(num_files + 1, 6 * num_files), "before": chosen.random() < 0.5}
+        yield {**case, "files_per_save": num_files, "timeout": patient(TIMEOUT)}
+
+
 def main():
-    num_rounds, seed = map(int, sys.argv[1:])
-    for case in cases(num_rounds, seed):
+    num_rounds, num_saving, seed = map(int, sys.argv[1:])
+    keras.saving.serialize_keras_object(keras.optimizers.SGD())  # imports TensorFlow if it is installed, as ranks would
+    for case in [*cases(num_rounds, seed), *saving_cases(num_saving, seed)]:
         for attempt in range(3):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    ends = round_of(case, pathlib.Path(folder))
+                    found = round_of(case, pathlib.Path(folder))
                 except TookTooLong:
                     if attempt == 2:
                         raise
                     continue
-            print(json.dumps({"case": case, "attempts": attempt + 1, "ends": ends}), flush=True)
+            print(json.dumps({**found, "attempts": attempt + 1}), flush=True)
             break
 
 

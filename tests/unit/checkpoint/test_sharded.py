@@ -20,8 +20,9 @@ from support.worlds import Processes
 
 import keras_shardopt as ks
 from keras_shardopt.backends.stored_parts import OwnParts, Part, even_parts
+from keras_shardopt.callbacks import sharded_checkpoint
 from keras_shardopt.checkpoint import __main__ as command
-from keras_shardopt.checkpoint.sharded import pieces, saves
+from keras_shardopt.checkpoint.sharded import pieces, saves, state
 
 same = pytest.mark.exhaustive("jax", "tensorflow")  # the same Python on all backends
 
@@ -74,10 +75,10 @@ ARRAYS = {
 BOX = RANDOM.normal(size=(8, 6)).astype("float32")
 
 
-def written(folder, num_processes=3, **changes):
+def written(folder, num_processes=3, values=ARRAYS, **changes):
     for index in range(num_processes):
         process = (num_processes, index)
-        sources = {path: pieces.Source(even_parts(array, process), {}) for path, array in ARRAYS.items()}
+        sources = {path: pieces.Source(even_parts(array, process), {}) for path, array in values.items()}
         columns = slice(2 * index, 2 * index + 2)
         parts = [Part((0, 2 * index), BOX[:, columns])]
         sources["box"] = pieces.Source(OwnParts(BOX.shape, "float32", parts, is_flat=False), {})
@@ -141,10 +142,12 @@ def test_pieces_that_overlap_or_are_missing_are_an_error(tmp_path):
 
 
 @pytest.mark.neutral
-@pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rounds", [60, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_no_damage_is_silent(tmp_path, rounds):
     (tmp_path / "intact").mkdir()
     written(tmp_path / "intact")
+    (tmp_path / "other").mkdir()  # a save of other values, in files of the same sizes
+    written(tmp_path / "other", values=ARRAYS | {"vars/0": -ARRAYS["vars/0"]})
     drawn = random.Random(rounds)
     silent = []
     for number in range(rounds):
@@ -152,13 +155,17 @@ def test_no_damage_is_silent(tmp_path, rounds):
         shutil.copytree(tmp_path / "intact", folder)
         path = drawn.choice(sorted(folder.iterdir()))
         content = bytearray(path.read_bytes())
-        kind = drawn.choice(["flip", "truncate", "delete", "extend"])
+        kind = drawn.choice(["flip", "truncate", "delete", "extend", "swap", "foreign"])
         if kind == "flip":
             content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
         elif kind == "truncate":
             del content[drawn.randrange(len(content)) :]
         elif kind == "extend":
             content += b"\0"
+        elif kind == "swap":
+            content = (tmp_path / "other" / path.name).read_bytes()
+        elif kind == "foreign":
+            content = drawn.randbytes(len(content))
         path.write_bytes(content)
         if kind == "delete":
             path.unlink()
@@ -260,6 +267,21 @@ def test_an_optimizer_that_was_not_built_comes_back(tmp_path, optimizer):
 
 
 @same
+def test_an_optimizer_that_was_not_built_does_not_fit_a_built_one(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile(ks.CrossShard("adam"), "mse")
+    ks.save_sharded(model, tmp_path)
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match="The checkpoint's Adam was not built"):
+        ks.load_sharded(model, tmp_path)
+    ks.save_sharded(model, tmp_path / "built")
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    other.compile(ks.CrossShard("adam"), "mse")
+    ks.load_sharded(other, tmp_path / "built")
+    assert other.optimizer.built
+
+
+@same
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path):
     first, second = trained(seed=1), trained(seed=2)
     ks.save_sharded(first, tmp_path)
@@ -342,6 +364,47 @@ def test_a_directory_that_a_process_does_not_see_is_an_error_on_all(tmp_path, mo
     monkeypatch.setattr(saves.time, "sleep", lambda _: None)
     errors = Processes(monkeypatch, 2).run(lambda rank: ks.save_sharded(models[rank], tmp_path / str(rank)))
     assert all("process 1 does not find" in str(error) for error in errors), errors
+    assert os.listdir(tmp_path / "0") == []
+
+
+@pytest.mark.backends("torch", "tensorflow")  # on JAX, all processes hold one array
+def test_statistics_of_one_process_are_not_mixed_with_those_of_another(tmp_path, monkeypatch):
+    models = [trained(seed=1), trained(seed=2)]
+    for model in models[1:]:  # trained on other rows: only statistics differ
+        for one, other in zip(model.trainable_variables, models[0].trainable_variables):
+            one.assign(other)
+    Processes(monkeypatch, 2).run(lambda rank: ks.save_sharded(models[rank], tmp_path))
+    model = trained(seed=3)
+    Processes(monkeypatch, 1).run(lambda rank: ks.load_sharded(model, tmp_path))
+    assert_same(model.get_weights(), models[0].get_weights())
+
+
+@same
+def test_an_error_of_one_process_while_loading_is_an_error_on_all(tmp_path, monkeypatch):
+    ks.save_sharded(trained(), tmp_path)
+    models, real = [trained() for _ in range(2)], state.saving_lib._load_state
+
+    def load(model, *arguments, **options):
+        if model is models[1]:
+            raise OSError("stale file handle")
+        return real(model, *arguments, **options)
+
+    monkeypatch.setattr(state.saving_lib, "_load_state", load)
+    errors = Processes(monkeypatch, 2, patience=5.0).run(lambda rank: ks.load_sharded(models[rank], tmp_path))
+    assert [(type(error), str(error)) for error in errors] == [(OSError, "stale file handle")] * 2
+
+
+@same
+def test_a_directory_that_process_0_cannot_read_is_an_error_on_all(tmp_path, monkeypatch):
+    def failing(directory):
+        raise PermissionError(errno.EACCES, "Permission denied", directory)
+
+    monkeypatch.setattr(sharded_checkpoint, "complete_saves", failing)
+    saves_of = [ks.callbacks.ShardedCheckpoint(tmp_path) for _ in range(2)]
+    for save in saves_of:
+        save.set_model(trained())
+    errors = Processes(monkeypatch, 2, patience=5.0).run(lambda rank: saves_of[rank].on_train_begin())
+    assert all("Permission denied" in str(error) for error in errors), errors
 
 
 # -- callbacks -------------------------------------------------------------------------------------------------------
@@ -360,6 +423,51 @@ def test_the_callback_keeps_the_newest(tmp_path, background):
     again = trained(seed=2)
     assert ks.load_sharded(again, tmp_path) == (1 + 12, 4)
     assert_same(values(again), values(model))
+
+
+@same
+def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path):
+    for step in (7, 3, 3):
+        model = trained()
+        model.optimizer.iterations.assign(step)
+        model.layers[0].bias.assign(model.layers[0].bias + step)
+        ks.save_sharded(model, tmp_path)
+    for folder in reversed(saves.complete_saves(str(tmp_path))):
+        os.utime(folder, (0, 0))  # clocks do not matter
+        os.utime(os.path.join(folder, "manifest.json"), (len(folder), len(folder)))
+    again = trained(seed=2)
+    assert ks.load_sharded(again, tmp_path).step == 3
+    assert_same(values(again), values(model))
+
+
+@same
+def test_a_new_run_in_the_directory_of_an_old_one_keeps_both_with_a_warning(tmp_path):
+    fitted(trained(), ks.callbacks.ShardedCheckpoint(tmp_path, keep=1), epochs=3)
+    (old,) = saves.complete_saves(str(tmp_path))
+    model = trained()
+    with pytest.warns(UserWarning, match="Call `load_sharded` before `fit` to resume"):
+        fitted(model, ks.callbacks.ShardedCheckpoint(tmp_path, keep=1), epochs=2)
+    assert [saves.step_of(folder) for folder in saves.complete_saves(str(tmp_path))] == [1 + 9, 1 + 6]
+    assert saves.complete_saves(str(tmp_path))[0] == old
+    again = trained(seed=2)
+    assert ks.load_sharded(again, tmp_path) == (1 + 6, 2)
+    assert_same(values(again), values(model))
+    fitted(again, ks.callbacks.ShardedCheckpoint(tmp_path / "other", keep=1), epochs=1)  # no warning
+
+
+@same
+def test_a_save_waits_for_the_end_of_a_window_of_micro_batches(tmp_path):
+    def model(k):
+        return trained(ks.CrossShard(keras.optimizers.SGD(0.1), gradient_accumulation_steps=k))
+
+    fitted(model(2), ks.callbacks.ShardedCheckpoint(tmp_path / "2", save_freq=3, keep=None), epochs=4)
+    steps = [saves.step_of(folder) for folder in saves.complete_saves(str(tmp_path / "2"))]
+    assert steps == [1 + 2, 1 + 4, 1 + 6]  # after 4, 8 and 12 batches
+    inside = model(2)
+    with pytest.warns(UserWarning, match="does not store the micro-batches of an unfinished update"):
+        fitted(inside, ks.callbacks.ShardedCheckpoint(tmp_path / "epoch"), epochs=1)
+    assert ks.load_sharded(inside, tmp_path / "epoch").step == 1 + 1
+    ks.save_sharded(inside, tmp_path / "epoch")  # loading has discarded the window, so there is no warning
 
 
 @same
@@ -414,8 +522,27 @@ def test_a_save_of_an_interrupted_fit_is_kept(tmp_path):
 
 
 @same
+def test_a_save_whose_files_are_renamed_now_is_not_deleted(tmp_path, monkeypatch):
+    unfinished = tmp_path / "000001-step-1-0123abcd"
+    unfinished.mkdir()
+    (unfinished / "rank-00000.safetensors.unfinished").write_text("")
+    real = os.scandir
+
+    def scandir(path):
+        monkeypatch.setattr(os, "scandir", real)
+        found = list(real(path))
+        for entry in found:
+            os.rename(entry.path, entry.path.removesuffix(".unfinished"))
+        return iter(found)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    saves.delete_abandoned(str(tmp_path))
+    assert unfinished.exists()
+
+
+@same
 def test_only_old_unfinished_saves_are_deleted(tmp_path, monkeypatch):
-    unfinished = tmp_path / "step-000000000001-0123abcd"
+    unfinished = tmp_path / "000001-step-1-0123abcd"
     unfinished.mkdir()
     saves.delete_abandoned(str(tmp_path))
     assert unfinished.exists()
@@ -519,7 +646,7 @@ def test_plain_keras_reads_a_consolidated_file_without_this_package(tmp_path):
 def test_the_command_lists_verifies_and_consolidates(tmp_path, capsys):
     model = trained()
     path = pathlib.Path(ks.save_sharded(model, tmp_path))
-    (tmp_path / "step-000000000007-0123abcd").mkdir()
+    (tmp_path / "000007-step-1-0123abcd").mkdir()
     assert command.main(["list", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert f"{path}  step 1  epoch 0" in first and first.endswith("1 process")
