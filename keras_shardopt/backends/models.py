@@ -228,7 +228,7 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
     content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
     made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # methods in `_OWN` can refer to one model
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # do not reuse a class with one model's methods
         _made[(cls, *mixins)] = made
     return made
 

@@ -84,12 +84,12 @@ def install(use: str) -> None:
     if use in _installed:
         return
     with _lock:
-        if use in _installed:  # by another thread, while this one waited
+        if use in _installed:  # another thread was faster
             return
         found = list(_found(use))
         for owner, name, new in found:
             setattr(owner, name, new)
-        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # a set: methods of a class share it
+        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # a set, so each is called once
             scan()
         _installed.add(use)
 

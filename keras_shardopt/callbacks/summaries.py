@@ -183,7 +183,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         more: Callable[[], dict[str, float]] = functools.partial(_train_loss, model)
         for recorder in self._recorders.values():
             if recorder.record(more):
-                more = dict  # the loss is written once
+                more = dict  # only one recorder writes the loss
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the remaining summaries, and adds the rates and loss scales to `logs` for later callbacks."""
@@ -193,7 +193,7 @@ class TrainingSummaries(keras.callbacks.Callback):
             return
         for prefix, optimizer in self._optimizers.items():
             if prefix and _num_updates(optimizer) == self._updates_before[prefix]:
-                continue  # the step does not use it
+                continue  # the step does not use this optimizer
             logs.update({f"{prefix}{tag}": rate for tag, rate in rates(optimizer).items()})
             if (scale := dynamic_loss_scale(optimizer)) is not None:
                 logs[f"{prefix}loss_scale"] = scale

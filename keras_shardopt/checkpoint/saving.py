@@ -418,7 +418,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
             with communicating(model):
                 real(delayed)
         except Exception:
-            waiting.clear()  # the gathering failed, so on all processes
+            waiting.clear()  # all processes have failed, so gather nothing more
             raise
         if delayed.problem is not None:
             raise delayed.problem
@@ -433,7 +433,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
             object.__delattr__(part, "save_own_variables")
         for part in parts:
             if id(part) in waiting:
-                gather(part, NullStore())  # other processes gather it too
+                gather(part, NullStore())  # nothing is saved, but all processes must gather
 
 
 # -- errors and values across processes ------------------------------------------------------------------------------

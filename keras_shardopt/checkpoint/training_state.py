@@ -89,7 +89,7 @@ def optimizer_variables(model: Any) -> list[keras.Variable]:
 
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
     if is_stored_whole(optimizer):
-        # The joined state, which the backup stores separately, lacks only these: counts of skipped steps.
+        # The backup stores the rest separately, as joined state. That lacks only the counts of skipped steps.
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]

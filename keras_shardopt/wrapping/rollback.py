@@ -58,9 +58,9 @@ class Rollback:
         models = models_with(optimizer._trainable_variables)
         self.variables: list[Variable] = changed_by_forward_passes(models)
         """The variables to restore."""
-        # The variables saved so far, and their entries. A step of `fit` saves them all at once when it begins. That
-        # takes a fraction of the time of separate saves, and the difference matters for small models.
-        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # PyTorch assigns buffers directly
+        # The variables saved so far, and their entries. Buffers are always saved, because PyTorch modules assign them
+        # directly. A step of `fit` saves the others together when it begins, because separate saves take longer.
+        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []

@@ -30,12 +30,12 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        if any(inside is not variable for inside, variable in pairs):  # slices; a plain optimizer has weights
+        if any(inside is not variable for inside, variable in pairs):  # `core` has slices in their place
             del children["_trainable_variables"]
         return children
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        if cached_dependencies is None:  # a lookup of an attribute
+        if cached_dependencies is None:  # an attribute is looked up, not a file
             return super()._lookup_dependency(name)  # type: ignore[misc]
         self._notify_wrappers(loads=True)
         return self._trackable_children().get(name)

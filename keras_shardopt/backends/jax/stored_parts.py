@@ -26,7 +26,7 @@ def own_parts(variable: Variable) -> OwnParts:
     parts: dict[Any, Part] = {}
     for shard in value.addressable_shards:
         box = _box(shard.index, value.shape)
-        if box not in parts:  # the first of its copies in this process
+        if box not in parts:  # take only one of several copies in this process
             parts[box] = _share(shard.data, box, sorted(boxes[box]))
     own = [part for part in parts.values() if part.values.size or not value.size]
     return OwnParts(value.shape, str(value.dtype), own, is_flat=False)

@@ -45,7 +45,7 @@ SUM = "sum"
 """A loss that is a sum over rows, perhaps divided by a constant."""
 
 IN_MODEL = "in model"
-"""The step is a method of a model."""
+"""The loss comes from a step that is a method of a model, such as `train_step`, not a custom function."""
 
 _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"

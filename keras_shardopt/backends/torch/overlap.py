@@ -103,7 +103,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates from gradients of this object. If ranks differ, one of them has skipped an update.
+        # The number of updates that used gradients of this object. If ranks differ, one of them has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()

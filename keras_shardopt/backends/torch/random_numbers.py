@@ -88,7 +88,7 @@ def set_rng_state(state: Any, is_own: bool = True) -> None:
         torch.cuda.set_rng_state_all(on_devices)
     note_seed()
     if not is_own:
-        _seeded_with = None  # the next `seed_per_rank` makes it this rank's
+        _seeded_with = None  # `seed_per_rank` then seeds again, so ranks differ
 
 
 @contextlib.contextmanager

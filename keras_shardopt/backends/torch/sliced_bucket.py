@@ -122,7 +122,7 @@ class SlicedBucket:
             return
         grad = grad.to_dense() if grad.is_sparse else grad
         grad = (grad if weight == 1 else grad * weight).reshape(-1)
-        if self._checks_finite and grad.numel():  # now, because the gradient is freed
+        if self._checks_finite and grad.numel():  # check now, because the gradient is freed later
             self._extremes[i] = torch.stack(grad.aminmax())
         if self._flat is None:
             self._waiting[i] = grad

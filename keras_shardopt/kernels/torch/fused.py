@@ -227,7 +227,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
     power_1, power_2 = (ops.power(ops.cast(beta, dtype), step) for beta in (optimizer.beta_1, optimizer.beta_2))
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
     if device.type != "cpu":
-        rate = rate.to(torch.float32)  # the kernel's only dtype of rates on accelerators
+        rate = rate.to(torch.float32)  # on accelerators, the kernel needs float32
     # PyTorch multiplies the decay by the rate of the kernel, Keras by `learning_rate`.
     decay = optimizer.weight_decay * _as_float(learning_rate) / (float(rate) or 1.0) if decays else 0.0
     kernel = torch._fused_adamw_ if decays else torch._fused_adam_
