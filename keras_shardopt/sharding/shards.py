@@ -47,7 +47,7 @@ class Shards(abc.ABC):
     """Whether one program divides each array of state over its devices by a JAX sharding."""
 
     axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
-    """With `lays_out`: maps the dimension that divides each gradient to the one that divides its stand-in."""
+    """If `lays_out`, turns the dimensions along which gradients are divided into those of their stand-ins."""
 
     gradient_slices: Any = None
     """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
@@ -76,7 +76,7 @@ class Shards(abc.ABC):
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
-        """Map each state variable to its weight, after the build. Return the state of wrappers, with positions."""
+        """Map each state variable to its weight. Return wrappers' state as pairs (weight's position, variable)."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}

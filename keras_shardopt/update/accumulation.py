@@ -72,7 +72,7 @@ class Accumulation(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage if `gradient_accumulation_steps` is greater than 1."""
+        """Return a list with this stage if `gradient_accumulation_steps` is greater than 1, otherwise an empty list."""
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []

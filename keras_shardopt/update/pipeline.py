@@ -40,13 +40,13 @@ class Reducer(Protocol):
         """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with gradients reduced in buckets, without `Stage.local`; None if there are no buckets."""
+        """Return the step with gradients reduced in buckets, without calling `Stage.local`; None without buckets."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the step with global gradients: whole, or this replica's slices."""
 
     def own_part(self, step: Step) -> Step:
-        """Return this replica's slices of an already reduced step; the step itself without shards."""
+        """Return a reduced step with only this replica's slices of gradients; the same step if state is not divided."""
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
         """Return, for each gradient, the dimension along which `reduce` divides it among replicas, or None."""

@@ -42,7 +42,7 @@ class Reduction:
 
     op: ReduceOp = "mean"
     factor: float = 1.0
-    """Multiplies the results."""
+    """The factor by which the sums or means are multiplied."""
 
     is_whole: bool = True
     """Whether each gradient is that of the replica's mean loss, not yet divided by the number of replicas."""

@@ -104,7 +104,7 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor that this replica's gradients contain. Without rows, `row_share` counts as 1."""
+        """Return the factor to remove from this replica's gradients: loss scale, share of rows, number of replicas."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
@@ -195,7 +195,7 @@ class UserStage(Stage):
 
 
 def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
-    """Scale the step `after` a user's stage like `step`. `own` is the unscaled step that the stage received."""
+    """Scale the result `after` of a user's stage, which received the unscaled step `own`, to the units of `step`."""
     is_same = after.grads is own.grads
     return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 

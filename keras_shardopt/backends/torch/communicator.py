@@ -221,7 +221,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """See `Placement.broadcast_state`, for the ranks of this group."""
+        """Copy rank 0's weights and state to this group's ranks. Return the factor for this rank's first gradients."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self.model_and_seed_state(weights)

@@ -479,7 +479,7 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf`. `mine` and `place`: nonfinite positions here and in the result, from 1 (0: none)."""
+        """Return `Step.found_inf`. A nonfinite gradient has position `mine` here, `place` in the sums (0: none)."""
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
         with naming_missing_ranks():

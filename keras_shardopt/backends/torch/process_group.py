@@ -180,7 +180,7 @@ def close_group(has_failed: bool = False) -> None:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """`Processes.barrier` with the group's time limit. Ranks that fail later also report the missing rank.
+    """Wait for all ranks, within the group's time limit. Ranks that fail later also report the missing rank.
 
     Raises:
         RuntimeError: as `Processes.barrier`, or if the store is gone.
@@ -461,7 +461,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call if all answer in time, and a description. Append the last message to `words`."""
+    """Return each rank's call if all answer in time, and the cause for an error. Append the last message to `words`."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Close connections too, because ranks further along a ring wait for this one, and would answer too late.
         close_group(has_failed=True)
