@@ -188,7 +188,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
     # -- building and files --------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """See `OptimizerWrapper.build`."""
+        """Creates the state of the stages and the inner optimizer for these trainable variables."""
         variables = list(variables)
         if not self.built:
             self.peers.before_build(variables)

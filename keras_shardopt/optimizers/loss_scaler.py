@@ -268,7 +268,7 @@ class AutomaticLossScaler:
 
 
 def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
-    """See `AutomaticLossScaler.check_grads`."""
+    """Returns whether any gradient has a NaN, and the largest absolute value (undefined if one has a NaN)."""
     values = [values_of(grad) for grad in grads if grad is not None]
     values = [value for value in values if 0 not in value.shape]
     if not values:

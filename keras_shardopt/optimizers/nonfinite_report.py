@@ -54,7 +54,7 @@ class ReportsNonFinite(OptimizerWrapper):
 
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
-        """See `OptimizerWrapper.apply`.
+        """Updates the variables.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a gradient is not finite.

@@ -18,13 +18,13 @@ class OneReplicaShortcut:
     """Whether a single replica can call the inner optimizer directly. Set by `build`."""
 
     def build(self: Any, variables: Sequence[Variable]) -> None:
-        """See `OptimizerWrapper.build`."""
+        """Builds the optimizer. Determines whether one replica can call the inner optimizer directly."""
         super().build(variables)  # type: ignore[misc]
         self._is_idle = _has_nothing_to_do(self)
 
     @runtime.no_autograph
     def apply(self: Any, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
-        """See `OptimizerWrapper.apply`."""
+        """Updates the variables: directly through the inner optimizer if possible."""
         variables = trainable_variables
         if self._is_idle and self.pipeline.is_idle and self._observer is None and isinstance(variables, list):
             is_single = runtime.communicator(self.axis_name).num_replicas == 1

@@ -26,7 +26,7 @@ from keras_shardopt.numerics import Tensor, Variable
 def compile_step(
     function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """See `steps.optimize_loss.compile_step`."""
+    """Compile a training step for all replicas."""
     if jit_compile is False:
         return lambda *batch, **constants: function(*jax.tree.map(_on_devices, batch), **constants)
     return _Program(function, variables)

@@ -26,7 +26,7 @@ GRADIENT_STATE = GradientState.LOCAL
 def compile_step(
     function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """See `steps.optimize_loss.compile_step`. The step runs on the replicas of the current strategy."""
+    """Compile a training step. It runs on the replicas of the current strategy."""
     del variables
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:

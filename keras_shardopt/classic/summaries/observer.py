@@ -140,11 +140,11 @@ class Observer:
         return self._all_variables() if wrapper is self._observed[-1] else []
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """See `Observer`."""
+        """Measure the gradients that `wrapper` receives. The wrapper calls this before it changes them."""
         self._run_hooks(wrapper, "before_transform", grads, variables)
 
     def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """See `Observer`."""
+        """Measure the gradients that `wrapper` passes to its inner optimizer. The wrapper calls this."""
         self._run_hooks(wrapper, "before_update", grads, variables)
 
     def _run_hooks(self, wrapper: OptimizerWrapper, when: str, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -225,7 +225,7 @@ class Observer:
         return ops.stack([ops.cast(value, "float32") for value in values])
 
     def values(self) -> tuple[int, dict[str, Any]]:
-        """See `Recorder.values`."""
+        """Return the number of the last measured update, and its values by tag: floats, and arrays for histograms."""
         stored = {name: [ops.convert_to_numpy(v) for v in variables] for name, variables in self._stored.items()}
         update = int(stored["update"][0])
         tags: dict[str, Any] = {}
