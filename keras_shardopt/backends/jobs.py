@@ -1,12 +1,20 @@
-"""The job of this process, read from its launcher's environment variables."""
+"""The job of this process, read from its launcher's environment variables.
+
+torchrun, `keras_shardopt.launch` and TensorFlow's and Keras' own variables describe a job to a framework. Commands such
+as `srun` and `mpirun` only number the copies of a program, so `join` derives the framework's variables from theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
-
-from keras_shardopt.backends.user_warnings import warn
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
 _BACKENDS = {
     "WORLD_SIZE": ("torch", "PyTorch"),
@@ -15,21 +23,166 @@ _BACKENDS = {
 }
 """For each environment variable with the number of processes to connect, the backend and framework that read it."""
 
-_TASKS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # not SLURM_NTASKS: a batch script of one task has it too
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),  # Open MPI
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun"),  # MVAPICH
-    ("PMI_SIZE", "PMI_RANK", "mpiexec"),  # MPICH, Intel MPI
-    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
+_OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
+_COMMANDS = (
+    ("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID"),
+    ("mpirun", *(f"{_OPEN_MPI}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
+    ("mpirun", *(f"{_MVAPICH}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    # Not SLURM_NTASKS, which a batch script of one task has too.
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID"),
 )
-"""Each launcher's variables with the number of copies of the program and the index of this copy, and its command."""
+"""Commands that start copies of a program, each with the environment variables for the number of copies, the index of
+this one, the number of copies on this machine, and the index there. `mpirun` can run inside a step of `srun`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One of the copies of a program that a command such as `srun` has started."""
+
+    command: str
+    size: int
+    """The number of copies."""
+
+    rank: int
+    local_size: int
+    """The number of copies on this machine."""
+
+    local_rank: int
+    hosts: Sequence[str]
+    """The machine of each copy, of the first copy only, or none: `mpirun` does not name machines."""
+
+    port: int
+    """The first of `size` ports on each machine that this job uses."""
+
+    @property
+    def address(self) -> str:
+        """The host of the first copy.
+
+        Raises:
+            RuntimeError: if it is unknown.
+        """
+        if not self.hosts:
+            raise RuntimeError(
+                f"Processes on several machines need an address of the first one, which `{self.command}` does not name."
+                f" Received: {self.size} processes, {self.local_size} of them on this machine. Set MASTER_ADDR and "
+                "MASTER_PORT for all of them, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
+            )
+        return self.hosts[0]
+
+
+def started_by() -> Task | None:
+    """Return this process's place among the copies of its program. None if there is no other copy."""
+    found = [row for row in _COMMANDS if _size_of(row[1]) > 1]
+    if not found:
+        return None
+    command, size, rank = found[0][0], _number(found[0][1]), _number(found[0][2])
+    local_size, local_rank = _number(found[0][3], size), _number(found[0][4])
+    hosts: list[str] = []
+    job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+    if command == "flux run":
+        local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
+    # `mpiexec` may have set the same numbers for `srun`, which also names the machines.
+    if found[-1][0] == "srun" and (size, rank) == (_number(found[-1][1]), _number(found[-1][2])):
+        command, local_rank = "srun", _number("SLURM_LOCALID")
+        hosts, local_size = _slurm_hosts(size, rank)
+        job = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+    if local_size == size:
+        hosts = ["127.0.0.1"] * size
+    given = os.environ.get("MASTER_ADDR")
+    hosts = [given, *hosts[1:]] if given else hosts
+    port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)
+    return Task(command, size, rank, local_size, local_rank, hosts, port)
+
+
+def _number(variable: str, default: int = 0) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else default
+
+
+def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
+    """Return the machine of each task of this SLURM step, or of the first, and the number of tasks on this machine."""
+    nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
+    counts = [
+        int(count)
+        for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
+        for count, times in re.findall(r"^(\d+)(?:\(x(\d+)\))?$", entry)
+        for _ in range(int(times or 1))
+    ]
+    hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
+    # With another distribution of tasks than blocks, only the first task is certain to be on the first machine.
+    is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
+    node = _number("SLURM_NODEID")
+    return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
+
+
+def expanded(nodes: str) -> list[str]:
+    """Return the names in a list of SLURM, as `scontrol show hostnames` does: "gpu[1-2,07]" is gpu1, gpu2 and gpu07."""
+    names = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        found = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
+            found = [name + part for name in found for part in ([text] if text else _in_ranges(ranges))]
+        names += found
+    return names
+
+
+def _in_ranges(ranges: str) -> list[str]:
+    numbers = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+joined: list[str] = []
+"""The command whose copies `join` has connected, if it has."""
+
+
+def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
+    """Set the environment variables that connect the copies of this program, unless a launcher has set them.
+
+    `own_rank` is the variable with the index of a process that launchers of this backend set. `variables` returns all
+    variables for a copy. Those that the user has set stay.
+
+    Raises:
+        RuntimeError: if the machine of the first copy is unknown, or the user's variables contradict the command.
+    """
+    task = started_by()
+    if task is None or own_rank in os.environ:
+        return
+    found = variables(task)
+    (size,) = (name for name in _BACKENDS if name in found)
+    if _size_of(size) not in (0, task.size):
+        raise RuntimeError(
+            f"{size} must be the number of processes that `{task.command}` has started. Received: "
+            f"{size}={os.environ[size]}, and {task.size} processes. Unset it: `data_parallel()` sets it."
+        )
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
+    joined[:] = [task.command]
+
+
+def own_gpus(task: Task) -> None:
+    """Restrict this copy to its part of the machine's GPUs, unless SLURM has divided them."""
+    if {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys():
+        return
+    gpus = visible_gpus()
+    each = len(gpus) // task.local_size
+    if task.local_size > 1 and each:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[task.local_rank * each : (task.local_rank + 1) * each])
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that CUDA gives to this process, in the words of CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:  # CUDA ignores the list from its first invalid entry
+        return list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
+    return [str(number) for number in sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def check_joined(num_processes: int, framework: str) -> None:
-    """Raise RuntimeError unless `data_parallel()` has connected this process to the others of its job.
-
-    Copies of a program started by `srun` or `mpirun` can be independent jobs. For them, the first copy only warns.
-    """
+    """Raise RuntimeError unless `data_parallel()` has connected this process to the others of its job."""
     if num_processes > 1:
         return
     for variable, (backend, reader) in _BACKENDS.items():
@@ -46,31 +199,14 @@ def check_joined(num_processes: int, framework: str) -> None:
             f"Received: {variable} for {size} processes of {reader}, and one unconnected process of {framework}. "
             f"{fix} To train in one process, unset {variable}."
         )
-    found = started_by()
-    if found is not None and found[2] == 0:
-        command, size, _ = found
-        warn(
-            f"Processes started by `{command}` are not connected: each is replica 0 of 1, trains on all data and "
-            f"writes all files. Received: {size} processes. Instead, start `python -m keras_shardopt.launch --nproc N "
-            "train.py` once on each machine (`--nnodes`). If they are independent, filter this warning."
-        )
-
-
-def started_by() -> tuple[str, int, int] | None:
-    """Return the command that started several copies of this program, their number, and this copy's index."""
-    for size, rank, command in _TASKS:
-        if _size_of(size) > 1:
-            return command, _size_of(size), int(os.environ.get(rank) or 0)
-    return None
 
 
 def _size_of(variable: str) -> int:
-    value = os.environ.get(variable, "")
     if variable != "TF_CONFIG":
-        return int(value) if value.isdecimal() else 0
+        return _number(variable)
     # Ignore errors in TF_CONFIG, because TensorFlow reports them.
     with contextlib.suppress(ValueError, LookupError, AttributeError, TypeError):
-        config = json.loads(value)
+        config = json.loads(os.environ.get(variable, ""))
         if config["task"]["type"] in ("chief", "worker"):  # evaluators and parameter servers do not train
             return sum(len(config["cluster"].get(kind, ())) for kind in ("chief", "worker"))
     return 0

@@ -14,8 +14,8 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends import jobs
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.jobs import check_joined
 from keras_shardopt.backends.models import equal_buffers
 from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.processes import World
@@ -35,6 +35,9 @@ class data_parallel:
     | TensorFlow | a `MirroredStrategy` (TPU: `TPUStrategy`; with workers in `TF_CONFIG`, a multi-worker strategy) |
     | JAX | `keras.distribution.DataParallel` over the devices of all processes; it connects the processes if needed |
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, otherwise "gloo" |
+
+    It finds the processes of `python -m keras_shardopt.launch`, `torchrun`, `srun`, `mpirun`, `mpiexec` and `flux run`
+    in the environment.
 
     Without accelerators, the scope uses all logical CPU devices. With a single device or process, it sets up nothing.
     It uses an existing TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
@@ -57,7 +60,8 @@ class data_parallel:
         num_replicas: int >= 1 or None. The number of replicas; None (default) takes all devices. Without accelerators,
             it creates that number of CPU devices, before TensorFlow or JAX starts. (With several JAX devices on few
             cores, it also sets the environment variable `NPROC` unless it is set, because XLA would run out of
-            threads.) On PyTorch, it must equal the number of processes.
+            threads.) On PyTorch, it must equal the number of processes. With 1, processes that `srun` or `mpirun`
+            started train alone.
         timeout: float > 0 in seconds, `datetime.timedelta`, or None. The time a PyTorch rank waits for the others
             before it raises; None (default) is PyTorch's limit (30 minutes with "gloo", 10 with "nccl"). A dead rank is
             detected at once. On JAX and TensorFlow, `timeout` is set when the processes connect: in the first scope,
@@ -111,7 +115,7 @@ class data_parallel:
             _lingering.close()
         with contextlib.ExitStack() as opening:
             world = opening.enter_context(processes.open(self._requested, self._timeout))
-            check_joined(world.num_processes, next(iter(processes.versions()), "another backend"))
+            jobs.check_joined(world.num_processes, next(iter(processes.versions()), "another backend"))
             self._world, self._open = world, opening.pop_all()
         if self._world.num_replicas > 1:
             install("batches")
@@ -155,7 +159,8 @@ class data_parallel:
         world = self._world
         replicas = f"{world.num_replicas} replica{'s' if world.num_replicas > 1 else ''}"
         devices = f", devices {', '.join(world.devices)}" if world.devices else ""
-        return f"<data_parallel: {replicas}, process {world.process_id} of {world.num_processes}{devices}>"
+        command = f", started by {jobs.joined[0]}" if jobs.joined and world.num_processes > 1 else ""
+        return f"<data_parallel: {replicas}, process {world.process_id} of {world.num_processes}{devices}{command}>"
 
     def _entered(self) -> World:
         if self._world is None:

@@ -20,16 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
+        _complete(given)
         least, job = _job(given)
         job.check()
-        found = jobs.started_by()
-        if found is not None and found[1] > job.nnodes and found[2] == 0:
-            print(
-                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, each for a separate job "
-                f"(--nnodes {job.nnodes}). Start it once on each machine, with `--nnodes` and `--node-rank`.",
-                file=sys.stderr,
-                flush=True,
-            )
         while True:
             starter = for_backend(_STARTERS)
             if starter is None:
@@ -48,6 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + stopped.number
     except JobError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _complete(given: argparse.Namespace) -> None:
+    """Fills in the machines from the command that starts this launcher once on each, such as `srun`."""
+    task = jobs.started_by()
+    if task is None or given.nnodes != 1:
+        return
+    if task.local_size > 1:
+        raise JobError(
+            "A cluster's command must start the launcher once on each machine. Received: "
+            f"{task.local_size} launchers on this machine, started by `{task.command}`. Use `srun --ntasks-per-node=1`"
+            ", or start the program itself: `srun -n 8 python train.py` needs no launcher."
+        )
+    given.nnodes, given.node_rank = task.size, task.rank
+    given.coordinator = given.coordinator or f"{task.address}:{task.port}"
+    given.hosts = given.hosts or ",".join(task.hosts)
 
 
 def _job(given: argparse.Namespace) -> tuple[int, Job]:
@@ -101,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="The maximum number of restarts after a process failed (default: 0).",
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="The number of machines (default: 1).")
+    parser.add_argument(
+        "--nnodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="The number of machines (default: 1, or those on which srun starts this launcher once each).",
+    )
     parser.add_argument(
         "--node-rank", type=int, default=0, metavar="I", help="The index of this machine, from 0 (default: 0)."
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 import pathlib
 import random
 import re
 import socket
 import sys
 from collections.abc import Sequence
+
+from keras_shardopt.backends import jobs
 
 
 class JobError(ValueError):
@@ -91,11 +91,7 @@ def free_ports(number: int) -> list[int]:
 
 def visible_gpus(job: Job) -> list[str | None]:
     """Returns the value of CUDA_VISIBLE_DEVICES for each process of this machine. None: do not change it."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    files = sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))
-    all_gpus = [str(number) for number in files]
-    if given is not None:  # CUDA ignores the list from its first invalid entry
-        all_gpus = list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
+    all_gpus = jobs.visible_gpus()
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc
     each = job.devices_per_process or len(all_gpus) // job.nproc

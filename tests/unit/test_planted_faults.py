@@ -1305,6 +1305,18 @@ FAULTS = [
         backend="jax",
     ),
     fault(
+        "backends/jobs.py",
+        "    if task is None or own_rank in os.environ:",
+        "    if task is None:",
+        "unit/backends/test_jobs.py::test_what_the_user_or_a_launcher_has_set_stays",
+    ),
+    fault(
+        "backends/torch/processes.py",
+        '"RANK": str(task.rank),',
+        '"RANK": str(task.size - 1),',
+        "promises/test_cluster_commands.py::test_copies_that_only_have_numbers_train_as_one_process",
+    ),
+    fault(
         "sharding/padded_layout.py",
         "self.variables, part_rank=2)",
         "self.variables)",

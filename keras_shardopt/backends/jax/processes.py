@@ -28,6 +28,7 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from keras_shardopt.backends import jobs
 from keras_shardopt.backends.jax.communicator import num_batch_shards, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
 from keras_shardopt.backends.processes import (
@@ -68,6 +69,8 @@ class JaxProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if num_replicas != 1 and not jax.distributed.is_initialized():
+            jobs.join("KERAS_DISTRIBUTION_PROCESS_ID", _variables_of)
         if _is_named_process() and not jax.distributed.is_initialized():
             _initialize(num_replicas, timeout)
             timeout = None
@@ -152,6 +155,16 @@ def _first_devices(num_replicas: int | None) -> list[Any]:
 def _is_named_process() -> bool:
     """Return whether Keras' environment variables describe a job that this process belongs to."""
     return {"KERAS_DISTRIBUTION_JOB_ADDRESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES"} <= os.environ.keys()
+
+
+def _variables_of(task: jobs.Task) -> dict[str, str]:
+    """Return the environment variables of Keras for a copy of the program, which gets its part of the GPUs."""
+    jobs.own_gpus(task)
+    return {
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{task.address}:{task.port}",
+        "KERAS_DISTRIBUTION_NUM_PROCESSES": str(task.size),
+        "KERAS_DISTRIBUTION_PROCESS_ID": str(task.rank),
+    }
 
 
 def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) -> None:

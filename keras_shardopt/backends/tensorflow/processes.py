@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import json
 import os
 import re
 import types
@@ -26,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
+from keras_shardopt.backends import jobs
 from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
@@ -76,6 +78,8 @@ class TensorFlowProcesses(Processes):
             self.num_replicas_of_last_scope = strategy.num_replicas_in_sync
             yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
             return
+        if num_replicas != 1:
+            jobs.join("TF_CONFIG", _variables_of)
         if self.process()[0] > 1:
             strategy = _workers_strategy(num_replicas, timeout)
             _make_trainer_raise(strategy)
@@ -229,6 +233,20 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
 _DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
 """The environment variable with a worker's number of CPU devices. `keras_shardopt.launch` sets it, because TensorFlow
 has none."""
+
+
+def _variables_of(task: jobs.Task) -> dict[str, str]:
+    """Return `TF_CONFIG` for a copy of the program, which gets its part of the GPUs."""
+    if len(task.hosts) < task.size:
+        raise RuntimeError(
+            f"On TensorFlow each process needs the addresses of all others, which `{task.command}` does not name here. "
+            f"Received: {task.size} processes, {task.local_size} of them on this machine. Use `srun` with "
+            "`--distribution=block`, set TF_CONFIG, or start `python -m keras_shardopt.launch` on each machine."
+        )
+    jobs.own_gpus(task)
+    workers = [f"{host}:{task.port + rank}" for rank, host in enumerate(task.hosts)]
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": task.rank}})}
+
 
 _strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
 """The only strategy made from `TF_CONFIG`, by its timeout. One per program, as TensorFlow starts its server once."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from keras.src.utils import rng_utils
 
+from keras_shardopt.backends import jobs
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_function
 from keras_shardopt.backends.processes import Processes, World, seeding_without_tensorflow
@@ -57,6 +58,8 @@ class TorchProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if num_replicas != 1 and not (dist.is_available() and dist.is_initialized()):
+            jobs.join("RANK", _variables_of)
         # Read the ranks in each scope, because a second one can have fewer.
         size, rank = self.process()
         if num_replicas not in (None, size):
@@ -127,6 +130,18 @@ _CALLS = {  # descriptions for announcements, by the name of the function that g
     "_means": "averages the weights of all ranks",
     "states": "gathers the weights of all ranks",
 }
+
+
+def _variables_of(task: jobs.Task) -> dict[str, str]:
+    """Return the environment variables that torchrun would set for a copy of the program."""
+    return {
+        "WORLD_SIZE": str(task.size),
+        "RANK": str(task.rank),
+        "LOCAL_WORLD_SIZE": str(task.local_size),
+        "LOCAL_RANK": str(task.local_rank % max(1, torch.cuda.device_count())),  # the only GPU, if SLURM divides them
+        "MASTER_ADDR": task.address,
+        "MASTER_PORT": str(task.port),
+    }
 
 
 def _device() -> str:

@@ -1,7 +1,7 @@
-"""`data_parallel()` in a process that a launcher started: it joins the job, raises, or warns."""
+"""`data_parallel()` in a process that a launcher or a cluster's command started: it joins the job, or raises."""
 
 import json
-import warnings
+import os
 
 import pytest
 
@@ -26,8 +26,13 @@ JOBS = {
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch):
-    for variable in [name for job in JOBS.values() for name in job] + [name for row in jobs._TASKS for name in row[:2]]:
-        monkeypatch.delenv(variable, raising=False)
+    for name in os.environ.keys() - {"PATH"}:
+        if name.startswith(("SLURM", "OMPI", "MV2", "PMI", "MPI", "FLUX", "MASTER")):
+            monkeypatch.delenv(name)
+    for name in [*(name for job in JOBS.values() for name in job), *JOINED]:
+        monkeypatch.setenv(name, "")  # so that the variables that a test sets are gone after it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(jobs, "joined", [])
 
 
 def set_all(monkeypatch, variables):
@@ -79,29 +84,173 @@ def test_a_job_that_nobody_has_connected_is_an_error(monkeypatch):
         {"TF_CONFIG": "no JSON"},
         {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # a batch script
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # a shell of `salloc`
-        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},  # task 0 warns
     ],
 )
 @pytest.mark.neutral
 def test_what_is_no_job_of_several_processes_is_no_error(monkeypatch, variables):
     set_all(monkeypatch, variables)
+    assert jobs.started_by() is None
     jobs.check_joined(1, "PyTorch")
 
 
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "gpu[07,09]",
+    "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURMD_NODENAME": "gpu09",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "PMIX_NAMESPACE": "26017793",
+}
+STARTED = {
+    "srun": (SRUN, (3, 2, 1, 0), ["gpu07", "gpu07", "gpu09"]),
+    "mpirun": (MPIRUN, (4, 3, 4, 3), ["127.0.0.1"] * 4),
+    "mpiexec": (
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+        (2, 1, 2, 1),
+        ["127.0.0.1"] * 2,
+    ),
+    "flux run": (
+        {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_NNODES": "2", "FLUX_TASK_LOCAL_ID": "1"},
+        (4, 1, 2, 1),
+        [],
+    ),
+}
+
+
 @pytest.mark.neutral
-@pytest.mark.parametrize("row", jobs._TASKS, ids=[row[0] for row in jobs._TASKS])
-def test_copies_that_are_not_connected_are_warned_of_once(monkeypatch, row):
-    size, rank, command = row
-    set_all(monkeypatch, {size: "2", rank: "0"})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with ks.data_parallel():
-            pass
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert f"started by `{command}` are not connected" in str(warning.message)
-    assert "Received: 2 processes. Instead, start `python -m keras_shardopt.launch" in str(warning.message)
-    jobs.check_joined(2, "PyTorch")  # as the program has connected them
+@pytest.mark.parametrize("command", STARTED)
+def test_a_copy_knows_its_place(monkeypatch, command):
+    variables, numbers, hosts = STARTED[command]
+    set_all(monkeypatch, variables)
+    task = jobs.started_by()
+    assert (task.size, task.rank, task.local_size, task.local_rank) == numbers
+    assert (task.command, task.hosts) == (command, hosts)
+    assert 20_000 <= task.port < 32_000
+
+
+@pytest.mark.neutral
+def test_mpirun_inside_a_step_of_srun_counts(monkeypatch):
+    set_all(monkeypatch, {**SRUN, **MPIRUN})
+    assert jobs.started_by().rank == 3
+    set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"})  # the same, and SLURM has names
+    assert jobs.started_by().hosts == STARTED["srun"][2]
+
+
+@pytest.mark.neutral
+def test_other_steps_and_jobs_use_other_ports(monkeypatch):
+    set_all(monkeypatch, SRUN)
+    ports = set()
+    for job in range(3):
+        for step in range(3):
+            set_all(monkeypatch, {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            ports.add(jobs.started_by().port)
+    assert len(ports) == 9
+    set_all(monkeypatch, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert (jobs.started_by().address, jobs.started_by().port) == ("10.0.0.1", 29500)
+
+
+@pytest.mark.neutral
+def test_tasks_that_do_not_fill_one_machine_after_the_other_have_no_known_machines(monkeypatch):
+    cyclic = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+    set_all(monkeypatch, {**SRUN, **cyclic})
+    assert jobs.started_by().hosts == ["gpu07"]
+    set_all(monkeypatch, {"SLURM_PROCID": "2"})
+    assert jobs.started_by().hosts == ["gpu07", "gpu07", "gpu09", "gpu09"]
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    "nodes, names",
+    [
+        ("vm", ["vm"]),
+        ("a1,b-2", ["a1", "b-2"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("gpu[01-03,07]-ib,login", ["gpu01-ib", "gpu02-ib", "gpu03-ib", "gpu07-ib", "login"]),
+        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+        ("", []),
+    ],
+)
+def test_a_list_of_machines_is_expanded(nodes, names):
+    assert jobs.expanded(nodes) == names
+
+
+JOINED = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "KERAS_DISTRIBUTION_PROCESS_ID", "WORLD_SIZE")
+
+
+def of_torch(task):
+    return {"WORLD_SIZE": str(task.size), "RANK": str(task.rank), "MASTER_ADDR": task.address}
+
+
+@pytest.mark.neutral
+def test_what_the_user_or_a_launcher_has_set_stays(monkeypatch):
+    set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "3"})
+    jobs.join("RANK", of_torch)
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["2", "3", "10.0.0.1"]
+    assert jobs.joined == ["srun"]
+    set_all(monkeypatch, {"RANK": "7", "WORLD_SIZE": "8"})  # torchrun, which each task has started
+    jobs.join("RANK", of_torch)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("7", "8")
+
+
+@pytest.mark.neutral
+def test_contradictions_raise(monkeypatch):
+    set_all(monkeypatch, {**SRUN, "WORLD_SIZE": "8"})
+    with pytest.raises(RuntimeError, match=r"`srun` has started. Received: WORLD_SIZE=8, and 3 processes. Unset it"):
+        jobs.join("RANK", of_torch)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.neutral
+def test_several_machines_of_mpirun_need_an_address(monkeypatch):
+    set_all(monkeypatch, {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    with pytest.raises(RuntimeError, match="`mpirun` does not name.*4 processes, 2 of them .* -x MASTER_ADDR=node1"):
+        jobs.join("RANK", of_torch)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    jobs.join("RANK", of_torch)
+    assert os.environ["RANK"] == "3"
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorflow_needs_all_addresses(monkeypatch):
+    set_all(monkeypatch, {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1"})
+    with pytest.raises(RuntimeError, match="addresses of all others.*4 processes, 2 of them on this machine"):
+        ks.data_parallel().__enter__()
+
+
+def test_one_replica_is_a_job_of_its_own(monkeypatch):
+    set_all(monkeypatch, SRUN)
+    with ks.data_parallel(1) as replicas:
+        assert (replicas.num_replicas, replicas.num_processes) == (1, 1)
+        assert "srun" not in repr(replicas)
+    replicas.close()
+    assert not jobs.joined
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    "given, more, mine",
+    [
+        ("0,1,2,3", {}, "2,3"),
+        ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "4"}, "0,1,2,3"),
+        ("5", {}, "5"),  # SLURM has given one to each
+        ("", {}, ""),
+    ],
+)
+def test_copies_on_a_machine_share_its_gpus(monkeypatch, given, more, mine):
+    set_all(monkeypatch, {**MPIRUN, **more, "CUDA_VISIBLE_DEVICES": given})
+    set_all(monkeypatch, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    jobs.own_gpus(jobs.started_by())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == mine
 
 
 @pytest.mark.neutral

@@ -374,12 +374,24 @@ def test_help_has_sentences_and_an_example(capsys):
         assert f"--{name}" in printed
 
 
-@pytest.mark.parametrize("nnodes, warns", [(1, True), (2, False)])
-def test_a_launcher_that_srun_starts_several_times_says_so(monkeypatch, capsys, nnodes, warns):
-    monkeypatch.setattr(jobs, "started_by", lambda: ("srun", 2, 0))
-    starts_with(monkeypatch, lambda given: 0)
-    assert command.main(["--nnodes", str(nnodes), "--coordinator", "a:1", __file__]) == 0
-    assert ("`srun` starts this launcher 2 times" in capsys.readouterr().err) == warns
+def test_a_launcher_that_srun_starts_on_each_machine_knows_them(monkeypatch):
+    monkeypatch.setattr(jobs, "started_by", lambda: jobs.Task("srun", 2, 1, 1, 0, ["a", "b"], 20_500))
+    started = []
+    starts_with(monkeypatch, lambda given: started.append(given) or 0)
+    assert command.main(["--nproc", "4", __file__]) == 0
+    (job,) = started
+    assert (job.nnodes, job.node_rank, job.coordinator, job.hosts) == (2, 1, "a:20500", ["a", "b"])
+    assert list(job.ranks) == [4, 5, 6, 7]
+    assert command.main(["--nnodes", "3", "--node-rank", "2", "--coordinator", "c:1", __file__]) == 0
+    assert (started[1].nnodes, started[1].node_rank, started[1].coordinator) == (3, 2, "c:1")
+
+
+def test_a_launcher_that_srun_starts_several_times_on_a_machine_raises(monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "started_by", lambda: jobs.Task("srun", 2, 0, 2, 0, ["127.0.0.1"] * 2, 20_500))
+    with pytest.raises(SystemExit) as ended:
+        command.main([__file__])
+    assert ended.value.code == 2
+    assert "2 launchers on this machine, started by `srun`. Use `srun --ntasks-per-node=1`" in capsys.readouterr().err
 
 
 def starts_with(monkeypatch, start):
