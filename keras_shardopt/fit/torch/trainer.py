@@ -220,7 +220,7 @@ class _IsUnbuilt(Exception):
 
 
 class _RaisesWhenRead:
-    """Stands in for the iterator of batches, and raises when Keras reads it: the model is then unbuilt."""
+    """Replaces the iterator of batches to detect an unbuilt model: Keras reads a batch only to build one."""
 
     def __iter__(self) -> Any:
         raise _IsUnbuilt
