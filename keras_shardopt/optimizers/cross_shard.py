@@ -226,7 +226,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommuni
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Makes the gradients global and updates with them. When accumulating, updates at the end of a window."""
+        """Makes the gradients global and updates with them; with accumulation, only after the last micro-batch."""
         if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:

@@ -38,13 +38,13 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # Set if the latest gradients arrived reduced (DDP). This cannot be detected at the end of a window.
+        # Set if DDP has already reduced the latest gradients. After the last micro-batch, this cannot be detected.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
         """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
         self.snapshots: list[Variable] = []
-        """Copies of variables that forward passes change (moving means), from the start of the window."""
+        """Copies of variables that forward passes change (moving means), from before the first micro-batch."""
         self._counts_rows = counts_rows
         self.counter: Variable = None
         """The number of micro-batches so far in the accumulation window."""
@@ -55,7 +55,7 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Positions of the variables that `apply` received in this window, and of those with a gradient. In traced
+        # Positions of the variables that `apply` received since the update, and of those with a gradient. In traced
         # steps these sets only grow, because Python runs once per trace and not once per micro-batch.
         self._given: set[int] = set()
         self._present: set[int] = set()
@@ -121,7 +121,7 @@ class Accumulation(Stage):
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
         if self.ends_next and self._context.has_finished:
-            # The backward pass of the window's last micro-batch has already reduced the window's mean gradients.
+            # The backward pass of the last micro-batch has already reduced the mean gradients of all micro-batches.
             self.starts, self.is_complete = self._count_up()
             self._ends = None
             proceed(step.replace(weight=1.0, row_share=1.0))
@@ -199,7 +199,7 @@ class Accumulation(Stage):
         return is_complete, [ops.convert_to_tensor(v) for v in self._sums_and_share]
 
     def _count_up(self) -> tuple[Any, Any]:
-        """Count a micro-batch. Return whether it is the first of its window, and whether it is the last."""
+        """Count a micro-batch. Return whether it is the first of an update, and whether it is the last."""
         is_known = runtime.version(self.counter) is not None
         if not is_known:
             before: Any = ops.copy(ops.convert_to_tensor(self.counter))
@@ -227,7 +227,7 @@ class Accumulation(Stage):
         return version is not None and version == self._version and self._count + 1 == self.num_steps
 
     def mean_with(self, counts: bool) -> Callable[[int, Tensor | None], Tensor | None]:
-        """Return a function `(variable's position, last gradient or None)` -> this replica's mean over the window.
+        """Return a function `(variable's position, last gradient or None)` -> this replica's mean over micro-batches.
 
         Args:
             counts: bool. Whether this replica has rows in the last micro-batch.
@@ -289,7 +289,7 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # A compiled step can have no value in this window. Then the variable keeps its value.
+            # A compiled step can have no value in any micro-batch. Then the variable keeps its value.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 

@@ -132,7 +132,7 @@ class Stage:
         """
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Process a step before the reduction, in each `apply`; with accumulation, once per window.
+        """Process a step before the reduction, in each `apply`; with gradient accumulation, once per update.
 
         To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in a
         prepared `fit` on JAX, they can be reduced already, or be those of all replicas in one tensor.
@@ -140,7 +140,7 @@ class Stage:
         proceed(step)
 
     def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
-        """Process this replica's gradients of one micro-batch; `starts` is true for the first of its window."""
+        """Process this replica's gradients of one micro-batch; `starts` is true for the first of an update."""
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Return the step with this replica's gradients changed, just before the reduction."""

@@ -177,7 +177,7 @@ class Rows:
             return
         positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
-        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # still equal on all replicas
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # replicas have equal values of these
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
