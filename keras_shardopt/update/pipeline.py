@@ -86,7 +86,7 @@ class Pipeline:
         self._num_resumed = 0
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Build the stages, then the transport."""
+        """Create the variables of the stages, then those of the transport (the object that sends gradients)."""
         for stage in self.stages:
             stage.build(variables, add_variable)
         self.transport.build(variables, add_variable)
@@ -155,7 +155,7 @@ class Pipeline:
 
     @property
     def carried(self) -> list[Variable]:
-        """The variables in which the transport keeps values for the next reduction (`Transport.carried`)."""
+        """The variables with values for the next reduction, such as coding errors (`Transport.carried`)."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
@@ -185,7 +185,7 @@ class Pipeline:
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Select the values that belong to `carried` from the values of all variables of an optimizer."""
+        """Select the values of `carried` (such as coding errors) from those of all variables of an optimizer."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

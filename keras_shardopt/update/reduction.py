@@ -63,7 +63,7 @@ class Reduction:
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values of `Transport.carried`, kept for this reduction; None to read them from the variables."""
+    """The values kept from the last reduction, such as coding errors; None to read them from the variables."""
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
@@ -121,13 +121,13 @@ class Reduction:
 
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
-    """Return the reduction that makes local or prescaled gradients global, except for the factor `rescaling`."""
+    """Return the collective ("mean" or "sum") that makes gradients global, up to the factor of `rescaling`."""
     # A prescaled gradient is divided by N already, so its plain sum is the mean.
     return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor that turns the sum of prescaled gradients into their mean or sum (`kind`)."""
+    """Return the factor that turns a sum of gradients divided by the number of replicas into a `kind`: mean or sum."""
     # Each gradient is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 

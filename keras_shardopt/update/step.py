@@ -62,8 +62,8 @@ class Step:
     """For each gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values of `Transport.carried`, which one reduction keeps for the next. Before the reduction: the
-    old ones, or None to read the variables. After it: the new ones."""
+    """This replica's values for the next reduction, such as coding errors (`Transport.carried`). Before the reduction:
+    the old ones, or None to read the variables. After it: the new ones."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that stages pass from `local` to `commit`, equal on all replicas."""

@@ -69,7 +69,7 @@ class Transfer:
         return own, None if along is None else own[length:]
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the step with new values of `Transport.carried` in `own`; the old ones if the update will be skipped.
+        """Return the step with new coding errors (`Transport.carried`) in `own`; the old ones if the update is skipped.
 
         Args:
             step: the reduced step.
@@ -109,10 +109,10 @@ class Transport:
         """Create its variables, once."""
 
     def reset(self) -> None:
-        """Discard the values of `carried`, because state was loaded."""
+        """Discard the values of `carried`, such as coding errors, because state was loaded."""
 
     def stack(self) -> None:
-        """If one program runs all replicas, stack their values of `carried` along a first dimension."""
+        """If one program runs all replicas, stack their coding errors (`carried`) along a first dimension."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
         """Begin one reduction among these replicas.
@@ -124,7 +124,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the values in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
+        """Assign the new coding errors in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
