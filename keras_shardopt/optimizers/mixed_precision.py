@@ -288,7 +288,7 @@ class _OnMaster(keras.regularizers.Regularizer):
     """
 
     def __init__(self, regularizer: Any, owner: MixedPrecision) -> None:
-        # Replaces the wrapper of a previous optimizer.
+        # If an earlier optimizer has wrapped the regularizer in this class, take the original.
         self.regularizer: Any = regularizer.regularizer if isinstance(regularizer, _OnMaster) else regularizer
         self._owner = weakref.ref(owner)
 

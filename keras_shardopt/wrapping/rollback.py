@@ -154,7 +154,7 @@ class Rollback:
     # -- in the steps of `fit` -----------------------------------------------------------------------------------
 
     def _begin_step(self, is_compiled: bool) -> None:
-        """Begin an uncompiled step: discard values saved by forward passes that no update followed."""
+        """Begin a step of `fit`: discard values saved by forward passes without an update, and save all values now."""
         if self._within_window:
             for variable in self.variables if is_compiled else ():
                 _saved.save_once(variable)

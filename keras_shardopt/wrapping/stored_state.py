@@ -154,7 +154,7 @@ def whole_value(variable: Variable) -> np.ndarray:
 
 
 def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
-    """Return `store`, wrapped: when `optimizer` saves an array, the wrapper also stores the name of its slot."""
+    """Return `store`, wrapped: when `optimizer` saves an array, it also gets a name such as "momentum"."""
     if isinstance(store, _AnnotatedStore):
         return store
     if not optimizer.built:
@@ -165,7 +165,7 @@ def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
 
 
 def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
-    """Map the key of each slot's array in files to a text with the layer, the variable and the slot's name."""
+    """Map the key of each state array in files to a text: the layer, the variable, and a name such as "momentum"."""
     if not optimizer.built:
         return {}
     variables = optimizer._trainable_variables
@@ -261,7 +261,7 @@ class _Metadata(NamedTuple):
     """Attributes of a file that describe an optimizer's arrays."""
 
     slots: dict[str, str]
-    """Maps the keys of slots' arrays to texts with the layer, the variable and the slot's name."""
+    """Maps the key of each state array to a text: the layer, the variable, and a name such as "momentum"."""
 
     kind: str | None
     """The class of the innermost optimizer."""
@@ -311,7 +311,7 @@ def _metadata_in(store: Any) -> _Metadata:
 
 
 def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
-    """Return a slot's variable and name without the parts that may differ between files of the same model."""
+    """Return a text of `slots` (layer, variable, name) without the parts that can differ for the same model."""
     path, _, name = slot.rpartition(" ")
     return f"{comparable([path])[0]} {name}"
 

@@ -188,7 +188,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return list(variables)
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """Yield the trainable variable's key, the slot's name and the slot, for this wrapper's own slots."""
+        """Yield, for this wrapper's own state of each variable: the variable's key, a name, and the state."""
         return iter(())
 
     @property
@@ -455,7 +455,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state as the inner optimizer would without a wrapper, with its class and a name per slot."""
+        """Write the state as the inner optimizer would without a wrapper, with its class and a name per array."""
         store = named_store(self, store)
         is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
         if store.process_for is None or is_whole:

@@ -152,7 +152,7 @@ def optimize_loss(
         loss_scaling,
         loss_scaling_params,
         iter_size,
-        # Add a `CrossShard` for a single replica too: it then only provides slots and summaries.
+        # Add a `CrossShard` for a single replica too: it then only provides summaries and methods such as `get_slot`.
         _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )

@@ -122,7 +122,7 @@ def _is_exact(kind: type) -> bool:
 
 
 def slot_names(optimizer: Optimizer) -> list[str]:
-    """Return the names of the slots that this optimizer has."""
+    """Return the names of the attributes (slots) in which this optimizer has state, such as `_momentums`."""
     return [name for name in _SLOTS[type(optimizer)] if getattr(optimizer, name, None)]
 
 
@@ -131,7 +131,7 @@ class Columns:
     """The tensors of an update, and the factors of its gradients."""
 
     rows: list[tuple[Tensor, ...]]
-    """For each variable: its weights, its gradient, and its state in each slot."""
+    """For each variable: its weights, its gradient, and its state, such as a momentum."""
 
     factors: list[Tensor | None]
     """The factor of each gradient, or None."""
@@ -174,7 +174,7 @@ class Columns:
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield lists of weights, gradients and each slot: for all variables, or with factors for each group."""
+        """Yield lists of weights, gradients and each kind of state: of all variables, or with factors of each group."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
@@ -253,7 +253,7 @@ def columns_of(
     factors: Factors,
     divides: bool,
 ) -> Columns:
-    """Collect the tensors of an update. `names` are the names of the optimizer's slots."""
+    """Collect the tensors of an update. `names` are the attributes in which the optimizer has state."""
     positions = [optimizer._get_variable_index(variable) for variable in variables]
     slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
