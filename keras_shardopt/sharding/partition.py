@@ -22,16 +22,27 @@ class Piece:
         return self.stop - self.start
 
 
-def divide(sizes: Sequence[int], may_split: Sequence[bool], num_replicas: int) -> list[list[Piece]]:
-    """Divide variables among replicas as evenly as possible.
+_SMALL = 0.01
+"""Variables up to this fraction of an equal share are small: dividing them saves no memory."""
 
-    Variables that must stay whole go first, from large to small, each to the replica with the fewest elements. The
-    others, joined to one long vector, then fill the replicas up to an equal level. So with enough splittable variables,
-    no replica has more than an equal share, rounded up to an element. No replica has more than one piece of a variable.
+_SMOOTHNESS = 10
+"""A sum of these powers is a smooth maximum. A lower power would accept a larger maximum for a lower mean."""
+
+
+def divide(
+    sizes: Sequence[int], may_split: Sequence[bool], costs: Sequence[tuple[float, int]], num_replicas: int
+) -> list[list[Piece]]:
+    """Divide variables among replicas: whole ones for equal times of updates, then the others for equal memory.
+
+    If some variables must stay whole, small ones do too. These go first, from expensive to cheap, each to the replica
+    that has the least to do. The others, joined to one long vector, then fill the replicas up to an equal number of
+    elements. So with enough splittable variables, no replica has more than an equal share, rounded up to an element. No
+    replica has more than one piece of a variable.
 
     Args:
         sizes: the number of elements of each variable.
         may_split: whether each variable may be split.
+        costs: the work and the number of operations of each variable's update. Used if a variable must stay whole.
         num_replicas: int >= 1.
 
     Returns:
@@ -39,9 +50,10 @@ def divide(sizes: Sequence[int], may_split: Sequence[bool], num_replicas: int) -
     """
     owned: list[list[Piece]] = [[] for _ in range(num_replicas)]
     loads = [0] * num_replicas
+    small = 0.0 if all(may_split) else _SMALL * sum(sizes) / num_replicas
+    may_split = [splittable and size >= small for size, splittable in zip(sizes, may_split)]
     whole = [i for i, splittable in enumerate(may_split) if not splittable]
-    for i in sorted(whole, key=lambda i: -sizes[i]):
-        replica = loads.index(min(loads))
+    for i, replica in zip(whole, _owners([costs[i] for i in whole], num_replicas)):
         owned[replica].append(Piece(i, 0, sizes[i]))
         loads[replica] += sizes[i]
     capacities = _capacities(loads, sum(size for size, splittable in zip(sizes, may_split) if splittable))
@@ -56,6 +68,20 @@ def divide(sizes: Sequence[int], may_split: Sequence[bool], num_replicas: int) -
             capacities[replica] -= stop - start
             start = stop
     return [sorted(pieces, key=lambda piece: piece.variable) for pieces in owned]
+
+
+def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
+    """Choose a replica for each cost. Work and operations are both divided evenly, because either can take the time."""
+    totals = [sum(column) for column in zip(*costs)]
+    shares = [[cost / total for cost, total in zip(pair, totals)] for pair in costs]
+    loads = [[0.0] * len(totals) for _ in range(num_replicas)]
+    owners = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: shares[i], reverse=True):
+        after = [[a + b for a, b in zip(load, shares[i])] for load in loads]
+        growth = [sum(b**_SMOOTHNESS - a**_SMOOTHNESS for a, b in zip(*pair)) for pair in zip(loads, after)]
+        owners[i] = growth.index(min(growth))
+        loads[owners[i]] = after[owners[i]]
+    return owners
 
 
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:

@@ -175,7 +175,7 @@ def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
 
 def first_state(optimizer: Optimizer, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the initial state of a fresh copy of the optimizer, built on variables like these with these values."""
-    fresh = _fresh(optimizer)
+    fresh = fresh_copy(optimizer)
     with empty_name_scope():
         fresh.build([_variable_with(variable, array) for variable, array in zip(variables, values)])
     return [ops.convert_to_numpy(v) for v in fresh.variables]
@@ -226,7 +226,7 @@ class _Run:
     """A trial: the updates and the state of variables, each in one part or several."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
-        fresh = _fresh(optimizer, **_VISIBLE)
+        fresh = fresh_copy(optimizer, **VISIBLE)
         made = [[_variable_with(like, values) for like, values, _ in each] for each in parts]
         flat = [variable for each in made for variable in each]
         with empty_name_scope():
@@ -276,10 +276,11 @@ def _variable_with(like: Variable, values: np.ndarray) -> Variable:
 
 
 # Updates must be visible: a schedule may begin with a rate of 0, and accumulation delays the update.
-_VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
+VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 
-def _fresh(optimizer: Optimizer, **changes: Any) -> Any:
+def fresh_copy(optimizer: Optimizer, **changes: Any) -> Any:
+    """Return an optimizer that is not built, created from the config of another with these changes."""
     kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():

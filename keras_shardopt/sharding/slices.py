@@ -23,8 +23,9 @@ from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, in_buckets, largest_bucket
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.backends.stored_parts import OwnParts, Part
-from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, Optimizer, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
+from keras_shardopt.sharding.costs import update_costs
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
 from keras_shardopt.sharding.separability import (
@@ -81,7 +82,7 @@ class FlatShards(Shards):
         self._starts_with_weights = holds_weights(self._leaf, variables)
         self._may_split = are_elementwise_inside(optimizer, variables)
         self._buckets = _buckets(
-            self.variables, self._may_split, self.num_replicas, optimizer._options.speed.bucket_mib * 2**20
+            self._leaf, self.variables, self._may_split, self.num_replicas, optimizer._options.speed.bucket_mib * 2**20
         )
         self._owners: dict[int, list[tuple[int, Piece]]] = {}
         for bucket in self._buckets:
@@ -426,12 +427,14 @@ class FlatShards(Shards):
 
 
 def _buckets(
-    variables: Sequence[Variable], may_split: Sequence[bool], num_replicas: int, bucket_bytes: float
+    leaf: Optimizer, variables: Sequence[Variable], may_split: Sequence[bool], num_replicas: int, bucket_bytes: float
 ) -> list[Bucket]:
     by_dtype: dict[str, list[int]] = {}
-    for i, variable in enumerate(variables):
-        if not overwrites_variable(variable) and size_of(variable):
-            by_dtype.setdefault(dtype_of(variable), []).append(i)
+    divided = [i for i, variable in enumerate(variables) if not overwrites_variable(variable) and size_of(variable)]
+    for i in divided:
+        by_dtype.setdefault(dtype_of(variables[i]), []).append(i)
+    all_split = all(may_split[i] for i in divided)
+    costs = {} if all_split else dict(zip(divided, update_costs(leaf, [variables[i] for i in divided])))
     made = []
     for dtype, same_dtype in by_dtype.items():
         num_bytes = [size_of(variables[i]) * item_size(variables[i]) for i in same_dtype]
@@ -444,7 +447,8 @@ def _buckets(
         for each in members:
             indices = [same_dtype[k] for k in each]
             sizes = [size_of(variables[i]) for i in indices]
-            owned = partition.divide(sizes, [may_split[i] for i in indices], num_replicas)
+            own_costs = [costs[i] for i in indices if costs]
+            owned = partition.divide(sizes, [may_split[i] for i in indices], own_costs, num_replicas)
             pieces = [[Piece(indices[p.variable], p.start, p.stop) for p in mine] for mine in owned]
             shares = [sum(piece.size for piece in mine) for mine in pieces]
             is_uneven = max(shares) * num_replicas > _MAX_IMBALANCE * sum(sizes) + num_replicas

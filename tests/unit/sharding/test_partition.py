@@ -20,6 +20,10 @@ each_size = pytest.mark.parametrize("name", SIZES)
 each_number = pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
 
 
+def divided(sizes, may_cut, num_replicas, costs=None):
+    return partition.divide(sizes, may_cut, costs or [(size, 1) for size in sizes], num_replicas)
+
+
 def loads(owned):
     return [sum(piece.size for piece in pieces) for pieces in owned]
 
@@ -30,7 +34,7 @@ def loads(owned):
 def test_every_element_has_one_owner_who_has_it_in_one_piece(name, num_replicas, share_whole):
     sizes = SIZES[name]
     may_cut = [i >= share_whole * len(sizes) for i in range(len(sizes))]
-    owned = partition.divide(sizes, may_cut, num_replicas)
+    owned = divided(sizes, may_cut, num_replicas)
     assert len(owned) == num_replicas
     owners = [np.full(size, -1) for size in sizes]
     for replica, pieces in enumerate(owned):
@@ -48,7 +52,7 @@ def test_every_element_has_one_owner_who_has_it_in_one_piece(name, num_replicas,
 @each_size
 def test_what_may_be_cut_is_balanced_to_the_element(name, num_replicas):
     sizes = SIZES[name]
-    owned = partition.divide(sizes, [True] * len(sizes), num_replicas)
+    owned = divided(sizes, [True] * len(sizes), num_replicas)
     assert max(loads(owned)) == math.ceil(sum(sizes) / num_replicas)
 
 
@@ -57,14 +61,32 @@ def test_no_replica_holds_two_percent_more_than_its_share(num_replicas):
     for name in ("embedding of 95 %", "transformer"):
         sizes = SIZES[name]
         for whole in ([], [1], [1, 2, 3]):
-            owned = partition.divide(sizes, [i not in whole for i in range(len(sizes))], num_replicas)
+            owned = divided(sizes, [i not in whole for i in range(len(sizes))], num_replicas)
             if max((sizes[i] for i in whole), default=0) <= sum(sizes) / num_replicas:
                 assert max(loads(owned)) * num_replicas <= 1.02 * sum(sizes)
 
 
 def test_whole_variables_go_to_whom_has_least():
     sizes = [5, 9, 1, 6, 3]
-    owned = partition.divide(sizes, [False] * 5, 2)
+    owned = divided(sizes, [False] * 5, 2)
     assert loads(owned) == [12, 12]  # 9 + 3 and 6 + 5 + 1
     # An embedding that cannot be cut is the limit of what whole variables can be divided into.
-    assert max(loads(partition.divide([950, 30, 20], [False] * 3, 4))) == 950
+    assert max(loads(divided([950, 30, 20], [False] * 3, 4))) == 950
+
+
+def test_work_counts_for_whole_variables_and_size_for_the_others():
+    sizes, costs = [100, 10, 10, 10, 70], [(1, 1), (9, 1), (9, 1), (9, 1), (1, 1)]
+    owned = divided(sizes, [False] * 4 + [True], 2, costs)
+    work = [sum(costs[p.variable][0] for p in pieces if p.variable < 4) for pieces in owned]
+    assert sorted(work) == [10, 18]  # by size, one replica would get all three expensive ones
+    assert loads(owned) == [100, 100] or sorted(loads(owned)) == [90, 110]
+
+
+def test_small_variables_are_spread_like_whole_ones():
+    """On a GPU hundreds of small updates take as long as a large one: each waits for Python."""
+    sizes = [3000, 1000, 1000, *[1] * 12]
+    owned = divided(sizes, [True, False, False, *[True] * 12], 2)
+    assert [len(pieces) for pieces in owned] == [8, 8]
+    assert loads(owned) == [2506, 2506]
+    # If all variables may be split, only the level counts.
+    assert [len(pieces) for pieces in divided(sizes, [True] * 15, 2)] == [1, 15]
