@@ -69,8 +69,9 @@ def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
     for extension, name in extensions_of(model):
         for i, array in enumerate(extension.save_state()):
             sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.asarray(array), process), {})
-    if process[1] == 0:
-        for name, content in _assets_of(model):
+    # On all processes: Keras creates an optimizer on the way, which is collective on JAX.
+    for name, content in list(_assets_of(model)):
+        if process[1] == 0:
             sources[ASSETS + name] = Source(even_parts(np.frombuffer(content, "uint8"), (1, 0)), {})
     return sources
 
