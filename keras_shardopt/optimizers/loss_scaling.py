@@ -191,7 +191,7 @@ class ScaledUpdate(OptimizerWrapper):
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # If each replica runs its own program, all must make the same decision, however gradients arrive. A user's
-        # `gradients=` may be wrong or differ between replicas, so these exchange their results.
+        # `gradients=` may be wrong or differ between replicas, so replicas then exchange results.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
