@@ -13,7 +13,7 @@ import keras_shardopt as ks
 pytestmark = pytest.mark.backends("tensorflow")
 
 CASES = [case for case in same_bits.CASES if not case.startswith("constrained")]  # which is refused
-BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "recurrent-Adam-plain", "paired-SGD-weighted")
+BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "paired-SGD-weighted")
 
 
 @pytest.mark.parametrize("case", some(CASES, BY_DEFAULT))
@@ -57,7 +57,7 @@ def test_values_are_those_of_the_optimizer_without_parts(case):
 
 @pytest.mark.parametrize("kept", [pytest.param(2, marks=pytest.mark.exhaustive), 1])
 def test_a_run_that_stops_on_four_devices_goes_on_with_fewer(kept, tmp_path):
-    case = "attending-Adam-plain"
+    case = "dropping-Adam-plain"
     whole = same_bits.restarted_on(1, case, tmp_path / "whole")
     assert same_bits.restarted_on(4, case, tmp_path / "stopped", 5) is None
     assert same_bits.restarted_on(kept, case, tmp_path / "stopped") == whole

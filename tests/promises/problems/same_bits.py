@@ -38,6 +38,20 @@ def attending():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+def dropping():
+    """Small, with moving statistics and random numbers: what a restart has to bring back."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.GaussianNoise(0.1, seed=4),
+            layers.Dense(3),
+        ]
+    )
+
+
 def recurrent():
     return keras.Sequential(
         [keras.Input((7,), dtype="int32"), layers.Embedding(50, 8), layers.GRU(12), layers.Dense(3)]
@@ -112,6 +126,7 @@ def wrapped():
 NETS = {
     "normalizing": normalizing,
     "attending": attending,
+    "dropping": dropping,
     "recurrent": recurrent,
     "masked": masked,
     "paired": paired,
@@ -140,7 +155,7 @@ CASES = [
         f"{net}-{optimizer}-plain"
         for net in NETS
         for optimizer in OPTIMIZERS
-        if net not in ("paired", "constrained", "bounded", "wrapped")
+        if net not in ("dropping", "paired", "constrained", "bounded", "wrapped")
     ],
     "constrained-SGD-plain",
     *[f"normalizing-SGD-{options}" for options in OPTIONS if options not in ("plain", "weighted")],
@@ -176,6 +191,7 @@ def data_of(case):
     random = np.random.RandomState(3)
     x = {
         "normalizing": lambda: random.randn(ROWS, 12).astype("float32"),
+        "dropping": lambda: random.randn(ROWS, 12).astype("float32"),
         "constrained": lambda: random.randn(ROWS, 12).astype("float32"),
         "bounded": lambda: random.randn(ROWS, 12).astype("float32"),
         "wrapped": lambda: random.randn(ROWS, 12).astype("float32"),
