@@ -72,7 +72,7 @@ def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
     found = run(world, apart.lived, 2, name, of=apart.LIVES)
     if name == "looked at":
         found, seen = found
-        assert len(seen) == apart.EPOCHS
+        assert len(seen) == apart.EPOCHS_OF_LIVES
         for evaluated, saved in seen:  # a file has the mean, too
             np.testing.assert_allclose(saved, evaluated, rtol=1e-5)
     assert len(found) == len(whole) > 25
@@ -88,7 +88,7 @@ def test_statistics_that_somebody_has_set_begin_no_round(world):
     found = run(world, apart.lived, 2, "with other statistics", of=apart.LIVES)
     differing = [i for i, each in enumerate(zip(found, expected, strict=True)) if not np.array_equal(*each)]
     # Each replica's moving mean, and what the model has of it.
-    assert [found[i].shape for i in differing] == [(2, 7), (7,)]
+    assert [found[i].shape for i in differing] == [(2, problem.NUM_FEATURES), (problem.NUM_FEATURES,)]
 
 
 def test_files_have_the_mean_and_how_far_rounds_are(world):

@@ -22,6 +22,7 @@ from keras_shardopt.extensions.local_sgd.stage import fragments_of
 
 EPOCHS = 5
 NUM_UPDATES = 20  # four batches in an epoch
+EPOCHS_OF_LIVES = 4
 RATE, MOMENTUM = 0.1, 0.9
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
@@ -54,16 +55,10 @@ def compiled(replicas, made, model=None):
 
 def normalizing():
     """One with moving statistics, which differ between replicas."""
-    layers = [
-        keras.Input((problem.NUM_FEATURES,)),
-        keras.layers.Dense(7, activation="tanh"),
-        keras.layers.BatchNormalization(momentum=0.5),
-        keras.layers.Dense(problem.NUM_OUTPUTS),
-    ]
-    model = keras.Sequential(layers)
-    hidden, out = model.layers[0], model.layers[2]
-    for variable, array in zip([*hidden.weights, *out.weights], problem.start_weights()):
-        variable.assign(array)
+    normalization, out = keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(problem.NUM_OUTPUTS)
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), normalization, out])
+    for variable, array in zip(out.weights, problem.start_weights()):
+        variable.assign(array[..., : problem.NUM_OUTPUTS])
     return model
 
 
@@ -183,7 +178,7 @@ class Interrupting(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def fitted(replicas, *callbacks, epochs=EPOCHS, **more):
+def fitted(replicas, *callbacks, epochs=EPOCHS_OF_LIVES, **more):
     """The model after `fit`, from the same start and with the same random numbers."""
     keras.utils.set_random_seed(3)
     model = compiled(replicas, with_everything(**more), normalizing())
@@ -202,7 +197,7 @@ def interrupted(replicas):
     model = compiled(replicas, with_everything(use_ema=False), normalizing())
     x, y = uneven.data()
     with contextlib.suppress(InterruptedError):
-        arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+        arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": EPOCHS_OF_LIVES, "shuffle": False, "verbose": 0}
         model.fit(x, y, callbacks=[Interrupting()], **arguments)
     return model
 
@@ -224,16 +219,16 @@ def lived(replicas, name):
     if name in ("in two calls", "with other statistics"):
         model = fitted(replicas, epochs=2, use_ema=False)
         if name == "with other statistics":
-            model.layers[1].moving_mean.assign(np.full(7, 5.0))
+            model.layers[0].moving_mean.assign(np.full(problem.NUM_FEATURES, 5.0))
         x, y = uneven.data()
-        model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS - 2, shuffle=False, verbose=0)
+        model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS_OF_LIVES - 2, shuffle=False, verbose=0)
         return state_of_all(model)
     if name == "interrupted":  # in the third epoch, within a round, and nobody looks before the next call
         model = interrupted(replicas)
         (x, y), begin = uneven.data(), 2 * uneven.BATCH_SIZE
         arguments = {"batch_size": uneven.BATCH_SIZE, "shuffle": False, "verbose": 0}
         model.fit(x[begin:], y[begin:], **arguments)
-        model.fit(x, y, epochs=EPOCHS - 3, **arguments)
+        model.fit(x, y, epochs=EPOCHS_OF_LIVES - 3, **arguments)
         return state_of_all(model)
     if name == "from a file":
         model = fitted(replicas, epochs=3)  # ends within a round
