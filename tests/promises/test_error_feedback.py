@@ -88,7 +88,7 @@ def test_with_divided_state_matrices_of_low_rank_are_the_same(world):
 
 @pytest.mark.parametrize("name", some(compressing.RESTARTS, ["int4"]))
 def test_after_a_restart_nothing_is_lost(world, name):
-    straight, again = world.run(compressing.restarted, 4, name, with_it(name, ["int4"], compressing.RESTARTS))
+    straight, again = world.run(compressing.restarted, 2, name, with_it(name, ["int4"], compressing.RESTARTS))
     assert straight[2] == again[2] == 4 * problem.NUM_STEPS
     for arrays, others in zip(straight[:2], again[:2]):
         assert arrays and len(arrays) == len(others)

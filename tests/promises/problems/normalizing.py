@@ -69,6 +69,12 @@ def normalized_first(**more):
     return keras.Sequential([*first, keras.layers.Dense(problem.NUM_OUTPUTS)])
 
 
+def normalized_once(**more):
+    """Between two layers."""
+    layers = [keras.layers.Dense(6, activation="tanh"), BatchNormalization(momentum=0.5, **more)]
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers, keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
 def far_from_zero():
     x, y = uneven.data()
     return x + 3000, y[:, :1] * np.ones(problem.NUM_FEATURES, "float32")
@@ -86,11 +92,11 @@ CASES = {
     "a row of layers": {"make": layers_in_a_row},
     "mask": {"make": sequences},
     "accumulation": {"around": {"gradient_accumulation_steps": 2}},
-    "skipped update": {"around": {"on_nonfinite": "skip"}, "data": data_with_nan},
+    "skipped update": {"make": normalized_once, "around": {"on_nonfinite": "skip"}, "data": data_with_nan},
     "mixed precision": {"policy": "mixed_bfloat16"},
     "gradients of each replica": {"around": {"replica_clipnorm": 1e9}},
     "accumulated gradients of each replica": {"around": {"replica_clipnorm": 1e9, "gradient_accumulation_steps": 2}},
-    "few rows": {"rows": slice(17)},  # 16 and one
+    "few rows": {"make": normalized_once, "rows": slice(17)},  # 16 and one
     "far from zero": {"make": only_normalized, "data": far_from_zero},
     "apart": {"converts": False},
     "apart, few rows": {"converts": False, "make": normalized_first, "rows": slice(17)},
