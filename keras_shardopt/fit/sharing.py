@@ -51,7 +51,7 @@ def splits_separate_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def check_kinds(are_whole: Sequence[bool]) -> None:
-    """Raise ValueError if some processes have the whole data and others a part, with one entry per process."""
+    """Raise ValueError if only some processes have the whole data. `are_whole` has one entry per process."""
     if len(set(are_whole)) > 1:
         kinds = {True: "the whole data", False: "a separate part"}
         given = ", ".join(f"process {i}: {kinds[is_whole]}" for i, is_whole in enumerate(are_whole))

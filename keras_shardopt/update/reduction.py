@@ -122,7 +122,7 @@ class Reduction:
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
     """Return the collective ("mean" or "sum") that makes gradients global, up to the factor of `rescaling`."""
-    # A prescaled gradient is divided by N already, so its plain sum is the mean.
+    # A prescaled gradient is already divided by the number of replicas, so the plain sum is the mean.
     return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
 
 

@@ -193,7 +193,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The wrapper's own variables in files. The rest only pass values between steps."""
+        """The wrapper's own variables that files contain. Its other variables only pass values between steps."""
         return list(self._variables)
 
     @property

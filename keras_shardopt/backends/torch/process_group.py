@@ -52,7 +52,7 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""The time before a waiting rank acts on a note. Until then, the other rank may only have ended the step earlier."""
+"""The time for which a waiting rank ignores a note, because its writer perhaps only ended the step earlier."""
 
 
 class _Group:
@@ -343,7 +343,7 @@ def _error_elsewhere(group: _Group, announcement: int) -> str | None:
     found: list[str] = []
 
     def read_notes() -> None:
-        # Read this note only in a step of all ranks: if a group of ranks trains, other ranks can announce other calls.
+        # Read `_AWAY` only in a step of all ranks: if a group of ranks trains, other ranks can announce other calls.
         if not announcement and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)

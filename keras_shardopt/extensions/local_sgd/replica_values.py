@@ -22,7 +22,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Copies:
-    """For replicas with their own copy of each variable: processes, or devices of a TensorFlow strategy."""
+    """Keeps the values of replicas that have their own copies of variables: processes, or devices of a strategy."""
 
     def __init__(self, stage: Any, optimizer: CrossShardProtocol) -> None:
         self._stage = stage
@@ -172,7 +172,7 @@ class Rows:
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign the mean row to weights and statistics, the largest row to counters, the first row to others."""
+        """Assign to weights and statistics the mean of all rows, to counters the largest row, to others the first."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
