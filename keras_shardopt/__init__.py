@@ -34,6 +34,7 @@ from keras_shardopt.extensions.noise import GradientNoise
 from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
+from keras_shardopt.launch.function import launch_processes
 from keras_shardopt.optimizers import (
     AutomaticLossScaler,
     CrossShard,
@@ -72,6 +73,7 @@ __all__ = [
     "consolidate",
     "data_parallel",
     "get_regularization_loss",
+    "launch_processes",
     "load_sharded",
     "optimize_loss",
     "prepare",

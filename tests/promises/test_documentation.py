@@ -362,6 +362,7 @@ PASSED_ON = {
     "compile_for/jax/step.py": 1,
     "data/torch_loader.py": 2,
     "fit/tensorflow/trainer.py": 2,
+    "launch/call.py": 1,
     "launch/supervisor.py": 1,
     "classic/steps/jax.py": 1,
     "update/gradient_state.py": 3,

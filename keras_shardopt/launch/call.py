@@ -1,0 +1,39 @@
+"""A process of `launch_processes`: `python -m keras_shardopt.launch.call FOLDER` runs the function stored there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import sys
+import traceback
+
+from keras_shardopt.backends.active import processes
+from keras_shardopt.launch.pickled import CALL, ERROR, RESULT, pickler
+
+
+def _main(folder: pathlib.Path) -> None:
+    """Runs the call in `folder`, and stores its result or error there."""
+    function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickled := pickler().dumps((error, text)))
+        except Exception:  # some errors cannot be pickled, and others not be unpickled
+            pickled = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
+        _write(folder / f"{ERROR}{os.getpid()}", pickled)
+        raise
+    if processes.process()[1] == 0:
+        _write(folder / RESULT, pickler().dumps(result))
+
+
+def _write(file: pathlib.Path, content: bytes) -> None:
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(file)
+
+
+if __name__ == "__main__":
+    _main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""`launch_processes`: a function of a notebook in several processes, with its result, its errors and its end."""
+
+import os
+import pathlib
+import pickle
+import signal
+import threading
+import time
+
+import cloudpickle
+import pytest
+from conftest import BACKEND
+from support import launch, problem
+
+import keras_shardopt as ks
+from keras_shardopt.launch import call
+from keras_shardopt.launch.pickled import CALL, ERROR, RESULT
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
+HERE = str(pathlib.Path(problem.__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name, value in launch.variables(BACKEND, OMP_NUM_THREADS="1", XLA_FLAGS="", JAX_PLATFORMS="cpu").items():
+        monkeypatch.setenv(name, value)
+
+
+def trained(tests, rate, momentum):
+    import sys
+
+    sys.path.insert(0, tests)
+    import keras
+    from support import problem
+
+    import keras_shardopt as ks
+
+    with ks.data_parallel() as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard(keras.optimizers.SGD(rate, momentum=momentum)), "mse")
+    model.fit(*problem.data(), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    print(f"process {replicas.process_id} of {replicas.num_processes}")
+    return replicas.num_replicas, model.get_weights()
+
+
+def test_the_result_is_that_of_one_process(capsys):
+    num_replicas, weights = ks.launch_processes(trained, 2, (HERE, 0.1), {"momentum": 0.9})
+    assert num_replicas == 2
+    assert problem.relative_difference(weights, problem.trained_in_numpy()) <= 3 * problem.TOLERANCE
+    printed = capsys.readouterr().out
+    assert "[0] process 0 of 2" in printed and "[1] process 1 of 2" in printed
+
+
+@pytest.mark.neutral
+def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
+    def fails():
+        import os
+
+        if os.environ["RANK"] == "1":
+            raise LookupError("on purpose")
+
+    fails.__module__ = "__main__"  # as in a notebook, which no other process can import
+    before = set(tmp_path.parent.iterdir())
+    with pytest.raises(LookupError, match="on purpose") as caught:
+        ks.launch_processes(fails, 2)
+    assert "in fails" in str(caught.value.__cause__)
+    assert set(tmp_path.parent.iterdir()) == before
+
+
+@pytest.mark.neutral
+def test_a_process_that_is_killed_raises(capsys):
+    def dies():
+        import os
+
+        os.kill(os.getpid(), 9)
+
+    with pytest.raises(RuntimeError, match="the exit status 137 of `python -m keras_shardopt.launch --nproc 1`"):
+        ks.launch_processes(dies, 1)
+    assert "process 0 was ended by SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.neutral
+def test_an_interrupt_ends_all_processes(tmp_path):
+    def waits(folder):
+        import os
+        import pathlib
+        import time
+
+        (pathlib.Path(folder) / str(os.getpid())).touch()
+        time.sleep(100)
+
+    def interrupts():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupts, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        ks.launch_processes(waits, 2, (str(tmp_path),))
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+
+
+@pytest.mark.neutral
+def test_bad_arguments_raise_before_processes_start(monkeypatch):
+    with pytest.raises(ValueError, match="`num_processes` must be"):
+        ks.launch_processes(trained, 0)
+    monkeypatch.delenv("KERAS_BACKEND")
+    with pytest.raises(ValueError, match=r'Received: no KERAS_BACKEND. Set it before `import keras`: `os.environ\["'):
+        ks.launch_processes(trained, 2)
+
+
+class Stubborn(Exception):
+    """Cannot be unpickled, as its arguments are not those of its `__init__`."""
+
+    def __init__(self, one, two):
+        super().__init__("one text")
+
+
+@pytest.mark.neutral
+def test_errors_that_cannot_be_pickled_keep_their_text(tmp_path):
+    def fails():
+        raise Stubborn(1, 2)
+
+    (tmp_path / CALL).write_bytes(cloudpickle.dumps((fails, (), {})))
+    with pytest.raises(Stubborn):
+        call._main(tmp_path)
+    error, text = pickle.loads((tmp_path / f"{ERROR}{os.getpid()}").read_bytes())
+    assert (type(error), str(error)) == (RuntimeError, "Stubborn: one text")
+    assert "in fails" in text
+    assert not (tmp_path / RESULT).exists()
