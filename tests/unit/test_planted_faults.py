@@ -1444,8 +1444,8 @@ FAULTS = [
     ),
     fault(
         "sharding/separability.py",
-        "[_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]",
-        "[_Probe(v, i) for i, v in enumerate(variables)]",
+        "[_Probe(v, i, part_rank) for i, v in enumerate(variables) if not overwrites_variable(v)]",
+        "[_Probe(v, i, part_rank) for i, v in enumerate(variables)]",
         "unit/sharding/test_cutting.py::test_next_values_are_not_cut_and_others_as_without_them",
     ),
     fault(
