@@ -8,7 +8,7 @@ import sys
 
 from keras_shardopt.checkpoint.sharded.consolidate import consolidate
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
-from keras_shardopt.checkpoint.sharded.saves import complete_saves, incomplete_saves, newest
+from keras_shardopt.checkpoint.sharded.saves import complete_saves, incomplete_saves, is_complete, newest
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="list the checkpoints in a directory, oldest first")
-    listing.add_argument("directory")
+    listing.add_argument("directory", help="a directory of checkpoints, or one checkpoint")
     verifying = commands.add_parser("verify", help="read all files of a checkpoint and compare their hashes")
     verifying.add_argument("path", help="a checkpoint, or a directory: all complete checkpoints in it")
     consolidating = commands.add_parser("consolidate", help="write a checkpoint as one Keras file")
@@ -43,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _list(directory: str) -> int:
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"There is no such directory: {directory!r}")
-    for folder in complete_saves(directory):
+    folders, incomplete = complete_saves(directory), incomplete_saves(directory)
+    if is_complete(directory):
+        folders = [directory]
+    elif not folders and not incomplete:
+        print(f"no checkpoints in {directory}")
+    for folder in folders:
         try:
             manifest = Checkpoint(folder).manifest
         except (OSError, ValueError) as error:
@@ -55,7 +60,7 @@ def _list(directory: str) -> int:
             f"{folder}  step {manifest['step']}  epoch {manifest['epoch']}  {megabytes:.1f} MB  "
             f"{processes} {'process' if processes == 1 else 'processes'}"
         )
-    for folder in incomplete_saves(directory):
+    for folder in incomplete:
         print(f"{folder}  incomplete: it has no manifest, and is ignored")
     return 0
 

@@ -102,6 +102,7 @@ def write_manifest(folder: str, num_processes: int, about: dict[str, Any]) -> No
         "entries": entries,
     }
     write_json(os.path.join(folder, MANIFEST), {"hash": _hash_of_json(manifest), "manifest": manifest})
+    sync_folder(os.path.dirname(folder))
     for index in range(num_processes):
         os.remove(report_path(folder, index))
 

@@ -24,7 +24,6 @@ import keras
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.atomic_file import sync_folder
 from keras_shardopt.checkpoint.saving import before_reading, communicating, from_rank_0, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
@@ -218,7 +217,6 @@ def _new_folder(directory: str, step: int) -> str:
     number = max((_numbers_in(folder)[0] for folder in _saves(directory)), default=0) + 1
     name = f"{number:06d}-step-{step}-{secrets.token_hex(4)}"
     os.mkdir(os.path.join(directory, name))
-    sync_folder(directory)
     return name
 
 

@@ -494,16 +494,18 @@ def test_an_error_in_the_background_ends_training(tmp_path, monkeypatch):
 
 
 @same
-def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
-    import safetensors.numpy
-
-    def save_file(*_):
-        raise safetensors.SafetensorError("No space left on device")
-
-    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
-    with pytest.raises(OSError, match=r"rank-00000.safetensors.*No space left"):
-        ks.save_sharded(trained(), tmp_path)
-    assert os.listdir(tmp_path) == []
+def test_a_file_that_does_not_fit_is_an_os_error(tmp_path):
+    resource = pytest.importorskip("resource", reason="limits of files exist on Unix only")
+    model, path = trained(), ks.save_sharded(trained(seed=2), tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"rank-00000.safetensors.*cannot be written"):
+            ks.save_sharded(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    assert ks.load_sharded(model, tmp_path).step == 2
 
 
 @same
@@ -651,6 +653,11 @@ def test_the_command_lists_verifies_and_consolidates(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert f"{path}  step 1  epoch 0" in first and first.endswith("1 process")
     assert "incomplete" in second
+    assert command.main(["list", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [first]
+    (tmp_path / "empty").mkdir()
+    assert command.main(["list", str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out.startswith("no checkpoints in")
     assert command.main(["verify", str(tmp_path)]) == 0
     assert command.main(["consolidate", str(tmp_path), str(tmp_path / "model.keras")]) == 0
     assert (tmp_path / "model.keras").exists()
