@@ -1,7 +1,7 @@
 """Optimizer state laid out over the devices of one program, also if no dimension of a variable is divisible.
 
 JAX divides an array only along a dimension that is a multiple of the number of devices. Other variables get a stand-in:
-a variable with the same elements and padding, one row per replica. The inner optimizer is built on the stand-ins, so
+a variable with the same elements and padding, one row per device. The inner optimizer is built on the stand-ins, so
 its state has their shape and is divided by rows. Files contain state in the shape of the variable.
 """
 
@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
 from keras_shardopt.backends import stored_parts
-from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Communicator, GlobalView
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.stored_parts import OwnParts, Part
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
@@ -32,12 +31,12 @@ _MAX_OVER_IDEAL = 1.02
 
 
 class PaddedLayout(OneProgramShards):
-    """Divides state into equal shares, padding each variable by less than one element per replica."""
+    """Divides state into equal shares, padding each variable by less than one element per device."""
 
     lays_out = True
 
-    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:
-        super().__init__(optimizer, variables, num_replicas)
+    def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable]) -> None:
+        super().__init__(optimizer, variables, placement.num_parts(variables)[1])
         may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
         self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
         self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]
@@ -54,26 +53,19 @@ class PaddedLayout(OneProgramShards):
         variable = self.variables[i]
         rows = self._rows(flattened(variable))
         arguments = {"shape": rows.shape, "dtype": dtype_of(variable)}
-        stand_in = named_like(variable, initializer=lambda *_, **__: rows, trainable=False, autocast=False, **arguments)
+        arguments |= {"initializer": lambda *_, **__: rows, "trainable": False, "autocast": False}
+        # A `LayoutMap` finds layouts by the path, and its layout does not fit the rows.
+        stand_in = placement.outside_strategy(lambda: named_like(variable, **arguments))
         placement.place([stand_in], "sharded")
         return stand_in
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Return a flat tensor with padding, in one row per replica."""
+        """Return a flat tensor with padding, in one row per device."""
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
         # Give every layout explicitly, because XLA would otherwise move elements between devices in the reshape.
-        rows = ops.reshape(ops.pad(self._laid_out(flat, False), (0, missing)), (self.num_replicas, length))
-        return self._laid_out(rows, True)
-
-    def _laid_out(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        """Return a tensor divided by rows, or whole on each device. Inside `shard_map` it stays unchanged."""
-        distribution = keras.distribution.distribution()
-        if distribution is None or not isinstance(runtime.communicator(self._axis_name), GlobalView):
-            return tensor
-        axes = [distribution.batch_dim_name if is_divided else None, *[None] * (len(tensor.shape) - 1)]
-        layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
-        return keras.distribution.distribute_tensor(tensor, layout)
+        rows = ops.reshape(ops.pad(placement.by_rows(flat, False), (0, missing)), (self.num_replicas, length))
+        return placement.by_rows(rows, True)
 
     def _unpadded(self, i: int, rows: Any) -> Any:
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
@@ -112,7 +104,7 @@ class PaddedLayout(OneProgramShards):
             self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
 
     def _assign_from_stand_in(self, i: int) -> None:
-        rows = self._laid_out(ops.convert_to_tensor(self.stand_ins[i]), False)
+        rows = placement.by_rows(ops.convert_to_tensor(self.stand_ins[i]), False)
         self.variables[i].assign(self._unpadded(i, rows))
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
@@ -155,18 +147,18 @@ class PaddedLayout(OneProgramShards):
         )
 
 
-def needs_padding(variables: Sequence[Variable], num_replicas: int) -> bool:
-    """Whether replicas would hold clearly more than an equal share without padding."""
-    whole = sum(size_of(v) * item_size(v) for v in variables)
-    copied = sum(size_of(variables[i]) * item_size(variables[i]) for i in _undivided(variables))
-    return (whole - copied) + copied * num_replicas > _MAX_OVER_IDEAL * whole
+def needs_padding(variables: Sequence[Variable]) -> bool:
+    """Whether a device would hold clearly more than an equal share without padding."""
+    parts, num_devices = placement.num_parts(variables)
+    sizes = [size_of(v) * item_size(v) for v in variables]
+    return sum(size / each for size, each in zip(sizes, parts)) * num_devices > _MAX_OVER_IDEAL * sum(sizes)
 
 
 def _undivided(variables: Sequence[Variable]) -> list[int]:
-    """Return the positions of variables that a layout cannot divide."""
-    axes = placement.dividing_axes(variables)
+    """Return the positions of variables that a layout cannot divide among all devices."""
+    parts, num_devices = placement.num_parts(variables)
     return [
         i
-        for i, (v, axis) in enumerate(zip(variables, axes))
-        if axis is None and size_of(v) > 1 and not overwrites_variable(v)
+        for i, (v, each) in enumerate(zip(variables, parts))
+        if each < num_devices and size_of(v) > 1 and not overwrites_variable(v)
     ]

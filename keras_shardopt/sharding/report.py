@@ -19,7 +19,8 @@ class MemoryReport:
     """
 
     held: list[int | None]
-    """Bytes on each replica. None if this process lacks the shapes of another replica's state (Adafactor)."""
+    """Bytes on each replica; under a `ModelParallel`, on each device. None if this process lacks the shapes of another
+    replica's state (Adafactor)."""
 
     whole: int
     """Bytes of all state. If each replica holds as many, nothing is divided."""

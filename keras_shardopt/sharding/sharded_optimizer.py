@@ -226,13 +226,12 @@ def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) ->
 
 
 def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedLayout | None:
-    num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
     chain = [optimizer, *descendants(optimizer)]
-    if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
+    if any(one.use_ema for one in chain) or not needs_padding(variables):
         return None  # callbacks swap weights and their moving averages, so both need the same shape
     if model_compiled_with(optimizer) is None:
         return None  # a model with several optimizers can store the optimizers' variables itself
-    return PaddedLayout(optimizer, variables, num_replicas)
+    return PaddedLayout(optimizer, variables)
 
 
 _STRATEGIES: dict[str | None, Callable[..., Shards | None]] = {

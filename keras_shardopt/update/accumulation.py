@@ -95,9 +95,10 @@ class Accumulation(Stage):
             # Sums in half precision would lose digits that a larger batch keeps.
             dtype = dtype_of(variable)
             dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
-            self._sums.append(
-                add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
-            )
+            arguments = {"dtype": dtype, "layout": placement.layout(variable), "name": f"accumulated_gradient_{i}"}
+            self._sums.append(add_variable(shape=variable.shape, initializer="zeros", **arguments))
+        if self._context.lays_out_state:
+            placement.place(self._sums, "sharded")
         if self._stacks_when_built:
             self.stack()
 

@@ -231,9 +231,9 @@ FAULTS = [
     ),
     fault(
         "backends/jax/placement.py",
-        "if size and size % num_replicas == 0",
-        "if size % num_replicas == 0",
-        "unit/backends/test_jax_placement.py::test_the_axis_that_divides",
+        "shape[d] and shape[d] % parts[d] == 0",
+        "shape[d] % parts[d] == 0",
+        "unit/backends/test_jax_placement.py::test_axes_that_the_model_leaves_free_divide_state",
         backend="jax",
     ),
     # Half precision on the way.
@@ -1391,9 +1391,9 @@ FAULTS = [
     ),
     fault(
         "backends/jax/placement.py",
-        "free = [0 if axis else size for",
-        "free = [size for",
-        "promises/test_sharded_state_jax.py::test_a_models_own_layout_is_kept",
+        "already = sum(bool(axes[d]) for d in dimensions)",
+        "already = 0",
+        "unit/backends/test_jax_placement.py::test_axes_that_the_model_leaves_free_divide_state",
         backend="jax",
     ),
     fault(

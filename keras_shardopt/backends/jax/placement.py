@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +25,33 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import num_batch_shards
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
-from keras_shardopt.numerics import Optimizer, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
+
+Axes = list[tuple[str, ...]]
+"""For each dimension of an array, the mesh axes that divide it."""
 
 
-def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
-    """Return the first dimension that is a multiple of the number of replicas, or None."""
-    return next((axis for axis, size in enumerate(shape) if size and size % num_replicas == 0), None)
+def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
+    """Return a layout that divides an array along the other axes of the mesh too, into as many parts as possible.
+
+    It prefers one dimension for all these axes, then dimensions that `axes` leaves whole, then the first ones.
+
+    Args:
+        shape: the shape of the array.
+        axes: the layout of the model.
+        mesh: the size of each axis of the mesh.
+    """
+    used = [name for names in axes for name in names]
+    free = [name for name, size in mesh.items() if size > 1 and name not in used]
+    found = []
+    for chosen in itertools.product([*range(len(shape)), None], repeat=len(free)):
+        divided = [names + tuple(n for n, d in zip(free, chosen) if d == i) for i, names in enumerate(axes)]
+        parts = [math.prod(mesh[name] for name in names) for names in divided]
+        dimensions = sorted({d for d in chosen if d is not None})
+        if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
+            already = sum(bool(axes[d]) for d in dimensions)
+            found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
+    return min(found)[-1]
 
 
 class JaxPlacement(Placement):
@@ -85,11 +108,31 @@ class JaxPlacement(Placement):
         distribution = keras.distribution.distribution()
         if num_batch_shards(distribution) == 1:
             return super().dividing_axes(variables)
-        return [_chosen_axis(variable, distribution)[1] for variable in variables]
+        name = distribution.batch_dim_name
+        layouts = [_state_axes(variable, distribution) for variable in variables]
+        return [next((i for i, names in enumerate(axes) if name in names), None) for axes in layouts]
+
+    def num_parts(self, variables: Sequence[Variable]) -> tuple[list[int], int]:
+        distribution = keras.distribution.distribution()
+        if distribution is None:
+            return super().num_parts(variables)
+        mesh = _mesh_of(distribution)
+        parts = [math.prod(mesh[name] for name in sum(_state_axes(v, distribution), ())) for v in variables]
+        return parts, math.prod(mesh.values())
+
+    def by_rows(self, tensor: Tensor, is_divided: bool) -> Tensor:
+        distribution = keras.distribution.distribution()
+        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return tensor
+        names = tuple(_mesh_of(distribution)) if is_divided else ()
+        return keras.distribution.distribute_tensor(tensor, _sharding([names], distribution))
+
+    def layout(self, variable: Variable) -> Any:
+        return variable._layout
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
-        if distribution is None or (how != "replicated" and num_batch_shards(distribution) == 1):
+        if distribution is None or (how == "per_replica" and num_batch_shards(distribution) == 1):
             return None
         _PLACE[how](variables, distribution)
         axis_name: str | None = distribution.batch_dim_name
@@ -99,15 +142,22 @@ class JaxPlacement(Placement):
         value = variable.value
         shards = value.addressable_shards
         if _STACKED in vars(variable):
-            return [np.asarray(shard.data)[0] for shard in sorted(shards, key=lambda shard: shard.index[0].start or 0)]
+            rows = {shard.index[0].start or 0: np.empty(value.shape[1:], value.dtype) for shard in shards}
+            for shard in shards:
+                rows[shard.index[0].start or 0][shard.index[1:]] = shard.data[0]
+            return [row for _, row in sorted(rows.items())]
         return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
         if _STACKED in vars(variable):
             like = variable.value
-            shards = sorted(like.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-            rows = [jax.device_put(array[None], shard.device) for array, shard in zip(arrays, shards, strict=True)]
-            variable._value = jax.make_array_from_single_device_arrays(like.shape, like.sharding, rows)
+            places = sorted({shard.index[0].start or 0 for shard in like.addressable_shards})
+            rows = dict(zip(places, arrays, strict=True))
+            parts = [
+                jax.device_put(rows[shard.index[0].start or 0][(None, *shard.index[1:])], shard.device)
+                for shard in like.addressable_shards
+            ]
+            variable._value = jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
             return
         if jax.process_count() == 1:
             super().assign_replica_values(variable, arrays)
@@ -244,28 +294,46 @@ def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
 
 def _shard(variables: Sequence[Variable], distribution: Any) -> None:
     for variable in variables:
-        axes, chosen = _chosen_axis(variable, distribution)
-        if chosen is not None:
-            axes[chosen] = distribution.batch_dim_name
-            variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
-            variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+        variable._layout = _sharding(_state_axes(variable, distribution), distribution)
+        variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
 
 
-def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None], int | None]:
-    """Return the mesh axes of a variable's dimensions, and the dimension that replicas divide, if any."""
-    axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
-    # Keep the dimensions that the model's layout divides, and choose another one.
-    free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
-    if distribution.batch_dim_name in axes:  # already divided: state of the padded stand-in for a variable
-        return axes, None
-    return axes, dividing_axis(free, num_batch_shards(distribution))
+def _axes_of(variable: Variable) -> Axes:
+    """Return the mesh axes of a variable's dimensions."""
+    layout = variable._layout
+    axes: list[Any] = list(getattr(layout, "axes", None) or getattr(layout, "spec", None) or ())
+    axes += [None] * (len(variable.shape) - len(axes))
+    return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in axes]
+
+
+def _state_axes(variable: Variable, distribution: Any) -> Axes:
+    """Return the mesh axes of the dimensions of a variable's state, divided among all devices if possible."""
+    return with_free_axes(variable.shape, _axes_of(variable), _mesh_of(distribution))
+
+
+def _mesh_of(distribution: Any) -> dict[str, int]:
+    """Return the size of each axis of the mesh, first that of the replicas."""
+    mesh = distribution.device_mesh
+    sizes = dict(zip(mesh.axis_names, mesh.shape))
+    first = distribution.batch_dim_name
+    return {first: sizes[first], **sizes}
+
+
+def _sharding(axes: Axes, distribution: Any) -> jax.sharding.NamedSharding:
+    # A `TensorLayout` cannot divide one dimension along two axes.
+    spec = jax.sharding.PartitionSpec(*[names if len(names) > 1 else next(iter(names), None) for names in axes])
+    return jax.sharding.NamedSharding(distribution.device_mesh.backend_mesh, spec)
 
 
 def _stack(variables: Sequence[Variable], distribution: Any) -> None:
-    num_replicas = num_batch_shards(distribution)
+    name = distribution.batch_dim_name
+    mesh = _mesh_of(distribution)
+    num_replicas = mesh.pop(name)
     for variable in variables:
-        axes = [distribution.batch_dim_name] + [None] * len(variable.shape)
-        variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+        row = [tuple(n for n in names if n != name) for names in _axes_of(variable)]
+        # `replica_values` needs whole rows in each process.
+        row = with_free_axes(variable.shape, row, mesh) if jax.process_count() == 1 else [() for _ in row]
+        variable._layout = _sharding([(name,), *row], distribution)
         zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
         variable._shape, variable._ndim = zeros.shape, zeros.ndim
         setattr(variable, _STACKED, True)

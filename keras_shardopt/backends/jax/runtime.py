@@ -113,6 +113,7 @@ class JaxRuntime(Runtime):
         return jax.shard_map(
             on_one,
             mesh=distribution.device_mesh.backend_mesh,
+            axis_names={distribution.batch_dim_name},
             in_specs=divided,
             out_specs=(divided_along(axes, distribution.batch_dim_name), jax.sharding.PartitionSpec(), divided),
             check_vma=False,

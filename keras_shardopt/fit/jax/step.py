@@ -173,6 +173,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     run = jax.shard_map(
         local,
         mesh=distribution.device_mesh.backend_mesh,
+        axis_names={axis},  # XLA divides the computation along the other axes, as the model's layout requires
         in_specs=(whole, whole, whole, whole, divided, divided),
         out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
