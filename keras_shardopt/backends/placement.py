@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import Optimizer, Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
 """How optimizer state is sharded: a slice in each process ("slices"), a slice in each of a mirrored variable's copies
@@ -71,19 +71,6 @@ class Placement:
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
         """Return, for each variable, the dimension that `place(..., "sharded")` divides among replicas, or None."""
         return [None for _ in variables]
-
-    def num_parts(self, variables: Sequence[Variable]) -> tuple[list[int], int]:
-        """Return into how many parts `place(..., "sharded")` would divide each variable, and the number of devices."""
-        return [1 for _ in variables], 1
-
-    def by_rows(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        """Lay a tensor out whole on each device, or divided by rows. Inside `shard_map` it stays unchanged."""
-        del is_divided
-        return tensor
-
-    def layout(self, variable: Variable) -> Any:
-        """Return the argument `layout` of a new variable that lies as this one does; None for the default."""
-        del variable
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         """Place new variables, with equal values on all replicas, on the devices of one program.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt.backends import stored_parts
+from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.stored_parts import OwnParts, Part
@@ -26,6 +26,9 @@ from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
+# Backends that can divide a variable among devices.
+_layouts: Any = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
+
 _MAX_OVER_IDEAL = 1.02
 """If no replica holds more than this multiple of an equal share, variables are not padded."""
 
@@ -36,7 +39,7 @@ class PaddedLayout(OneProgramShards):
     lays_out = True
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable]) -> None:
-        super().__init__(optimizer, variables, placement.num_parts(variables)[1])
+        super().__init__(optimizer, variables, _layouts.num_parts(variables)[1])
         may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
         self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
         self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]
@@ -64,8 +67,8 @@ class PaddedLayout(OneProgramShards):
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
         # Give every layout explicitly, because XLA would otherwise move elements between devices in the reshape.
-        rows = ops.reshape(ops.pad(placement.by_rows(flat, False), (0, missing)), (self.num_replicas, length))
-        return placement.by_rows(rows, True)
+        rows = ops.reshape(ops.pad(_layouts.by_rows(flat, False), (0, missing)), (self.num_replicas, length))
+        return _layouts.by_rows(rows, True)
 
     def _unpadded(self, i: int, rows: Any) -> Any:
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
@@ -104,7 +107,7 @@ class PaddedLayout(OneProgramShards):
             self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
 
     def _assign_from_stand_in(self, i: int) -> None:
-        rows = placement.by_rows(ops.convert_to_tensor(self.stand_ins[i]), False)
+        rows = _layouts.by_rows(ops.convert_to_tensor(self.stand_ins[i]), False)
         self.variables[i].assign(self._unpadded(i, rows))
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
@@ -149,14 +152,14 @@ class PaddedLayout(OneProgramShards):
 
 def needs_padding(variables: Sequence[Variable]) -> bool:
     """Whether a device would hold clearly more than an equal share without padding."""
-    parts, num_devices = placement.num_parts(variables)
+    parts, num_devices = _layouts.num_parts(variables)
     sizes = [size_of(v) * item_size(v) for v in variables]
     return sum(size / each for size, each in zip(sizes, parts)) * num_devices > _MAX_OVER_IDEAL * sum(sizes)
 
 
 def _undivided(variables: Sequence[Variable]) -> list[int]:
     """Return the positions of variables that a layout cannot divide among all devices."""
-    parts, num_devices = placement.num_parts(variables)
+    parts, num_devices = _layouts.num_parts(variables)
     return [
         i
         for i, (v, each) in enumerate(zip(variables, parts))

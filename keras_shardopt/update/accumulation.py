@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.backends.user_warnings import warn
@@ -19,6 +20,9 @@ from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
+
+# Backends that can divide a variable among devices.
+_layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _NONE_YET = float("-inf")
 """Marks "no value yet". Variables with `overwrite_with_gradient` keep the maximum of micro-batches, never this."""
@@ -95,7 +99,8 @@ class Accumulation(Stage):
             # Sums in half precision would lose digits that a larger batch keeps.
             dtype = dtype_of(variable)
             dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
-            arguments = {"dtype": dtype, "layout": placement.layout(variable), "name": f"accumulated_gradient_{i}"}
+            layout = None if _layouts is None else _layouts.layout_of(variable)
+            arguments = {"dtype": dtype, "layout": layout, "name": f"accumulated_gradient_{i}"}
             self._sums.append(add_variable(shape=variable.shape, initializer="zeros", **arguments))
         if self._context.lays_out_state:
             placement.place(self._sums, "sharded")

@@ -112,24 +112,6 @@ class JaxPlacement(Placement):
         layouts = [_state_axes(variable, distribution) for variable in variables]
         return [next((i for i, names in enumerate(axes) if name in names), None) for axes in layouts]
 
-    def num_parts(self, variables: Sequence[Variable]) -> tuple[list[int], int]:
-        distribution = keras.distribution.distribution()
-        if distribution is None:
-            return super().num_parts(variables)
-        mesh = _mesh_of(distribution)
-        parts = [math.prod(mesh[name] for name in sum(_state_axes(v, distribution), ())) for v in variables]
-        return parts, math.prod(mesh.values())
-
-    def by_rows(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        distribution = keras.distribution.distribution()
-        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
-            return tensor
-        names = tuple(_mesh_of(distribution)) if is_divided else ()
-        return keras.distribution.distribute_tensor(tensor, _sharding([names], distribution))
-
-    def layout(self, variable: Variable) -> Any:
-        return variable._layout
-
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
         if distribution is None or (how == "per_replica" and num_batch_shards(distribution) == 1):
@@ -223,6 +205,30 @@ class JaxPlacement(Placement):
 
 
 placement = JaxPlacement()
+
+
+def num_parts(variables: Sequence[Variable]) -> tuple[list[int], int]:
+    """Return into how many parts `place(..., "sharded")` divides each variable, and the number of devices."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return [1 for _ in variables], 1
+    mesh = _mesh_of(distribution)
+    parts = [math.prod(mesh[name] for name in sum(_state_axes(v, distribution), ())) for v in variables]
+    return parts, math.prod(mesh.values())
+
+
+def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
+    """Lay a tensor out whole on each device, or divided by rows. Inside `shard_map` it stays unchanged."""
+    distribution = keras.distribution.distribution()
+    if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return tensor
+    names = tuple(_mesh_of(distribution)) if is_divided else ()
+    return keras.distribution.distribute_tensor(tensor, _sharding([names], distribution))
+
+
+def layout_of(variable: Variable) -> Any:
+    """Return the argument `layout` of a new variable that has the layout of this one."""
+    return variable._layout
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
