@@ -1066,7 +1066,7 @@ FAULTS = [
     ),
     fault(
         "backends/torch/random_numbers.py",
-        "_seeded_with = None  # the next `seed_per_rank` makes it this rank's",
+        "_seeded_with = None  # `seed_per_rank` then seeds again, so ranks differ",
         "pass",
         "unit/backends/test_torch_random_numbers.py::"
         "test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers",
