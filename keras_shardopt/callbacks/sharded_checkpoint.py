@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends import stored_parts
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.saving import communicating, from_rank_0, is_chief
 from keras_shardopt.checkpoint.sharded import check_arguments, check_safetensors
@@ -27,7 +28,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     See `save_sharded` for the contents, and `load_sharded` to restore them. Training waits while each process copies
     its part to host memory. A thread writes the files while training continues. At most one save is in progress: the
-    next save waits until it is complete. `fit` returns when the last save is complete.
+    next save waits until it is complete. `fit` returns when the last save is complete. Until then, each process keeps
+    the host memory of its part, because copies to new memory take longer.
 
     All processes need this callback, with the same arguments.
 
@@ -138,12 +140,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._begin(epoch + 1)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits until the last save is complete."""
+        """Waits until the last save is complete, and frees the host memory that saves have shared."""
         self._check(wait=True)
+        stored_parts.free_buffers()
 
     def _begin(self, epoch: int) -> None:
         self._check(wait=True)
-        self._save = Save(self.model, self.directory, {"epoch": epoch})
+        self._save = Save(self.model, self.directory, {"epoch": epoch}, keeps_buffers=True)
         self._check(wait=not self.background)
 
     def _check(self, wait: bool) -> None:

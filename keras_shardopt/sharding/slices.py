@@ -382,7 +382,7 @@ class FlatShards(Shards):
         else:  # state of a variable that one replica updates, or a scalar
             start, is_owner = 0, self._owners[i][0][0] == self.replica_id
             shape = shape if is_owner or not shape else self.stored_shape(variable)
-        values = np.array(ops.convert_to_numpy(variable)).reshape(-1) if is_owner else None
+        values = stored_parts.host_copy(variable).reshape(-1) if is_owner else None
         return OwnParts(shape, dtype_of(variable), [] if values is None else [Part((start,), values)])
 
     def assign_stored(self, variable: Variable, array: Any) -> None:

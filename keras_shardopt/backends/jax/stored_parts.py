@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_shardopt.backends.stored_parts import OwnParts, Part, even_range
+from keras_shardopt.backends.stored_parts import OwnParts, Part, even_range, host_copy
 from keras_shardopt.numerics import Variable
 
 
@@ -57,7 +57,7 @@ def _share(data: Any, box: Sequence[tuple[int, int]], holders: Sequence[int]) ->
     if box:
         own[axis] = slice(first, last)
         start[axis] += first
-    values = np.array(np.asarray(data)[tuple(own)])
+    values = host_copy(data[tuple(own)])
     return Part(tuple(start), values if first < last or not data.size else values.reshape(-1)[:0])
 
 

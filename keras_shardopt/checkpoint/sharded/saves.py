@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 
+from keras_shardopt.backends import stored_parts
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.user_warnings import warn
@@ -53,13 +54,15 @@ class Save:
         model: the model.
         directory: str. Created if missing. All processes must have access to it.
         about: values to store in the manifest. They must be JSON-serializable.
+        keeps_buffers: bool. True keeps the host memory for the next save, until `stored_parts.free_buffers`.
 
     Raises:
         OSError: on every process, if the directory cannot be written to or a process has no access to it.
     """
 
-    def __init__(self, model: Any, directory: str, about: dict[str, Any]) -> None:
+    def __init__(self, model: Any, directory: str, about: dict[str, Any], keeps_buffers: bool = False) -> None:
         self._model = model
+        self._keeps_buffers = keeps_buffers
         self._problem: Exception | None = None
         self._is_stopped = threading.Event()
         with communicating(model):
@@ -140,6 +143,8 @@ class Save:
         num_processes, index = self._process
         try:
             write_process(self.folder, index, self._sources, self._about_process)
+            if self._keeps_buffers:
+                stored_parts.reuse(part for source in self._sources.values() for part in source.own.parts)
             self._sources = {}  # frees the copies
             if index == 0:
                 self._await_reports(num_processes)
