@@ -3,7 +3,7 @@
 Keras knows only `model.optimizer`, but a GAN can hold two optimizers as attributes. An optimizer has no reference to
 the models of its variables.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Layer._flatten_layers` - all layers of a model.
     `KerasSaveable._unpickle_model` - the class method that a pickle of a model names.
     `keras.src.trainers.trainer` - the module of the class that defines each model's constructor and `compile`.

@@ -1,6 +1,6 @@
 """The processes of a job, and the Python objects that they exchange on the host, outside training steps.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.utils.rng_utils.tf` - the TensorFlow that `keras.utils.set_random_seed` imports and seeds.
 """
 

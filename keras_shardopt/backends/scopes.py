@@ -1,6 +1,6 @@
 """Scopes that keep assignments from reaching variables.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.common.stateless_scope.get_stateless_scope` - the enclosing scope.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
 """

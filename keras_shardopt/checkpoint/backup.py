@@ -1,6 +1,6 @@
 """`BackupAndRestore`: resumes interrupted training on all processes.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Trainer._initial_epoch` - the first epoch of the running `fit`.
     `epoch_iterator` and `initial_epoch` in `Trainer.fit` - local variables: the source of batches; its first epoch.
     `ArrayDataAdapter._epoch` (Keras 3.16 and later) - the number of past epochs, part of the seed that shuffles.

@@ -3,7 +3,7 @@
 Optimizer state that is divided among processes is gathered, by all of them in the same order. If rank 0 has an error,
 the gathering still runs to its end, so no process waits for rank 0. Then every process raises the error.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `ModelCheckpoint._save_model` - writes a checkpoint; takes the arguments of the next two.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - the path, and whether to save.
     `keras.src.saving.saving_lib._save_state` - visits all objects that a file would hold, in order.

@@ -1,6 +1,6 @@
 """Finds and restores the state that training needs to resume, but Keras' model files lack.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers that have none.
     `keras.src.backend.common.global_state` - holds that seed as "global_seed_generator" once it exists.
 """

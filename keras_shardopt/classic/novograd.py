@@ -1,6 +1,6 @@
 """NovoGrad: SGD with the momentum of gradients that are normalized per variable.
 
-Private names of Keras touched here (test_novograd.py holds each of them):
+Private names of Keras touched here (test_novograd.py checks that each exists):
     `Optimizer._apply_weight_decay` - Keras' weight decay, disabled here.
     `Optimizer._use_weight_decay` - False for variables passed to `exclude_from_weight_decay`.
     `Optimizer._get_variable_index` - the position of a variable in the optimizer.

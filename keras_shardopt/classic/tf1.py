@@ -1,6 +1,6 @@
 """TensorFlow 1's optimizer names, parameters and defaults in terms of Keras, and two update rules of TensorFlow 1.
 
-Private names of Keras touched here (test_build_optimizer.py holds each of them):
+Private names of Keras touched here (test_build_optimizer.py checks that each exists):
     `Optimizer._get_variable_index` - the position of a variable in the optimizer.
     `SGD.momentums` - the momentum slots, created by the base class.
     `RMSprop.add_optimizer_variables(..., "velocity")` - RMSprop's name for its mean of squares.

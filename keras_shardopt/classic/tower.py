@@ -1,6 +1,6 @@
 """`Tower` and `replicate`: each tower computes gradients for a chunk of the batch; one update uses all of them.
 
-Private names of Keras touched here (test_tower.py holds it):
+Private names of Keras touched here (test_tower.py checks that it exists):
     `keras.src.backend.common.global_state` - global attributes that `keras.utils.clear_session` clears.
 """
 

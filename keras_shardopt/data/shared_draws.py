@@ -1,6 +1,6 @@
 """Gives every process the random numbers of process 0 while it draws the order of the data.
 
-Private names of Keras touched here (a test holds them):
+Private names of Keras touched here (a test checks that each exists):
     `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers that
         load batches of a `PyDataset`, the thread that feeds them, and the order of batches that this thread draws.
 """

@@ -9,7 +9,7 @@ n_r is the number of values per channel on replica r, and M_r the sum of their s
 E[x^2] - E[x]^2, the formula keeps its precision if the mean is large. Each layer then costs one small exchange in the
 forward pass, and one in the backward pass for the gradients.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `BatchNormalization.__init__` - raises for `synchronized=True` on backends other than TensorFlow.
     `BatchNormalization._moments`, `_reduction_axes` - mean and variance of a batch, and their axes.
     `keras.src.backend.common.symbolic_scope.in_symbolic_scope` - whether Keras only computes shapes.

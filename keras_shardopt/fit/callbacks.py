@@ -4,7 +4,7 @@ Callbacks that only write run on the first process, the others on every process.
 makes the same decision on every process. If it saves the model, all processes take part, because state may be sharded
 among them, and the first process writes.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
     `BackupAndRestore._weights_path` - the file of that callback.
     `OrbaxCheckpoint._save_checkpoint` - reads and writes the state of the model.

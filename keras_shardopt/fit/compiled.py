@@ -1,6 +1,6 @@
 """Prepares models that are compiled in a `data_parallel()` block, and detects ranks that would train separately.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `models.Trainer.__init__`, `compile` - called by each constructor and each `compile` of a model, also in
         `load_model`.
 """

@@ -1,6 +1,6 @@
 """The methods that a model has after `prepare(model)` on every backend.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch, before validation.
     `Trainer._aggregate_additional_loss` - reduces the value of a regularizer or an `add_loss` to a scalar.
 """

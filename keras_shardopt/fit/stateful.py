@@ -4,7 +4,7 @@ Keras creates states for the rows in `batch_shape`, and keeps them only in the l
 On all backends, `batch_shape` can have the rows of a whole batch; replicas then divide the states. If each replica has
 its own variables or copies (as under a `MirroredStrategy`), `batch_shape` can also have the rows of one replica.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `RNN._create_state_variables`, `_expected_batch_size` - creates the states; the required number of rows of a call.
     `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
         `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.

@@ -164,7 +164,7 @@ class AutomaticLossScaler:
         variance = slow_mean_square / (1 - slow_left) - ops.square(slow_mean / (1 - slow_left))
         deviation = ops.sqrt(ops.maximum(variance, ops.zeros_like(variance)))
         exponent = _LOG2_OF_LARGEST - (unbiased + params["overflow_std_dev"] * deviation)
-        # The power cannot exceed float32's range, so bound it instead of the exponent.
+        # `_bounded` also limits a power that overflows to infinity, so the exponent needs no bound.
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new

@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# On TensorFlow, the first optimizer that reduces gradients starts the recording of divided losses.
+# On TensorFlow, the first optimizer that reduces gradients starts to record which losses users divide by replicas.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []

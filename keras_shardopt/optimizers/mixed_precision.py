@@ -1,6 +1,6 @@
 """MixedPrecision: float32 master weights for float16 and bfloat16 weights.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._track_variable` - adds a variable to the optimizer's state.
     `Variable._layout` - the sharding of a variable.
 """

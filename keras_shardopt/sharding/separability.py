@@ -4,7 +4,7 @@ The trials use small variables: whole, split in two, with one more variable, and
 can be split if its halves are updated as the whole is. Variables can be given to different replicas if each is updated
 the same without the rest. Otherwise the optimizer supports neither.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
 """
 

@@ -1,6 +1,6 @@
 """Base classes of divided optimizer state: a replica updates a part of each variable, and holds the state of that part.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
 """
 

@@ -4,7 +4,7 @@ This module hides the layout of slices in messages. The inner optimizer is built
 variable: this replica's slice, the variable itself if the replica owns it whole, or an empty variable if other replicas
 own it. So each replica has the same list of state variables, and joining them over replicas gives the whole state.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._use_weight_decay` - whether a variable decays.
     `Optimizer._trainable_variables` - the variables of the optimizer's build.
 """
@@ -119,7 +119,8 @@ class FlatShards(Shards):
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
         self._find_slots(optimizer)
-        # Optimizers that need whole variables may have unnamed state. The replica with elements of that state owns it.
+        # Optimizers that need whole variables may have state that belongs to no variable. A replica owns it if it has
+        # elements there.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
         self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of next values
@@ -167,7 +168,7 @@ class FlatShards(Shards):
         slices: dict[int, Tensor | None] = {}
         make_flags, reduced_flags, nonfinite_flags = reduction.nonfinite_flags, None, None
         for number, bucket in enumerate(self._buckets):
-            # Flags are sent with the first bucket.
+            # The first bucket also sends flags: which gradients exist, and which are not finite.
             flags = None if number else channel.pack(bucket.dtype, make_flags and make_flags(bucket.dtype))
             mine, reduced = self._move_bucket(bucket, grads, flags, transfer, op)
             reduced_flags = reduced_flags if number else reduced

@@ -4,7 +4,7 @@ Each process describes its training as text: versions, variables, optimizers and
 with these variables exists, the text includes its layers and losses. The processes compare digests of the text, and
 exchange the text itself only if digests differ, so the error of each names the difference.
 
-Private names of Keras touched here (a test holds them):
+Private names of Keras touched here (a test checks that each exists):
     `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` of `compile`.
 """
 

@@ -4,7 +4,7 @@ Keras divides a loss by the replica's number of rows, sum of weights, or mask. I
 rows, the mean of these losses is not the mean over the batch. Inside `batch_shared()`, every `keras.losses.Loss`,
 including those of `compile(loss=...)`, divides by the total over all replicas.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.losses.loss.reduce_weighted_values` - reduces the values of a loss to a scalar in `Loss.__call__`.
     `keras.src.losses.losses` - the module of Keras' losses and their functions.
     `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
@@ -220,7 +220,10 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """Return `aggregate(loss)` for one of `model.losses`, weighted by rows. Exact for penalties and means over rows."""
+    """Return one of `model.losses`, combined over replicas by `aggregate` and weighted by each replica's rows.
+
+    The result is the loss of the whole batch if the loss is a penalty on weights or a mean over rows.
+    """
     part = current_share()
     if part is None:
         return aggregate(loss)

@@ -7,7 +7,7 @@ state, so the states before and after it are compared instead.
 
 Metrics are not restored. They count all batches, as in Keras.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether, and how, a layer is
         being called.
     `keras.src.backend.common.stateless_scope.in_stateless_scope` - whether assignments reach variables at all.

@@ -3,12 +3,12 @@
 A slot is state of one trainable variable, such as a momentum. Slots can be found only by name:
 `add_variable_from_reference` derives the name from the variable's path.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
     `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
     `keras.src.backend.common.global_state` - holds "name_scope_stack", the start of variable paths.
     `keras.src.utils.naming.to_snake_case` - converts a layer's class to its default name; Keras then adds a number.
-And of TensorFlow (tests/unit/wrapping/test_tensorflow_checkpoint.py holds it):
+And of TensorFlow (tests/unit/wrapping/test_tensorflow_checkpoint.py checks that it exists):
     `checkpoint.util.serialize_slot_variables` - searches for `get_slot_names` in the `dir` of an object.
 """
 

@@ -3,7 +3,7 @@
 A file stores the state of the innermost optimizer in the same layout as without wrappers. So files can be exchanged
 between `Adam()` and a wrapper around it. The wrappers' own state is in a separate group.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `H5IOStore._h5_entry_group` - the group of an HDF5 file that contains an optimizer's arrays.
     `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - an object that the saver stores in a separate group.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.

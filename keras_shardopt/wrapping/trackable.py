@@ -3,7 +3,7 @@
 A wrapper exposes the objects of its innermost optimizer under the same names, and its own variables next to them.
 Such files can therefore be exchanged between `Adam()` and a wrapper around it.
 
-Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds each of them):
+Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py checks that each exists):
     `Trackable._trackable_children`, `_lookup_dependency` - the named objects below an object.
     `Trackable._deferred_dependencies`, `_handle_deferred_dependencies` - restored values without an object yet.
 """
@@ -30,7 +30,9 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        if any(inside is not variable for inside, variable in pairs):  # `core` has slices in their place
+        if any(
+            inside is not variable for inside, variable in pairs
+        ):  # the wrapped optimizer has slices of these variables
             del children["_trainable_variables"]
         return children
 

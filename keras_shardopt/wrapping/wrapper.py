@@ -4,7 +4,7 @@ The base class handles all that Keras, callbacks and the saver expect: forwardin
 concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass it further; wrap it instead. Hooks
 for this package begin with an underscore, so `help` lists only members for users.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - the variables of the build.
     `Optimizer._iterations` - the update counter.

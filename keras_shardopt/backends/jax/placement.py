@@ -1,6 +1,6 @@
 """Variables on JAX: arrays laid out over the devices of a mesh.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Variable._layout`, `Variable._value` - the sharding of a variable, and its array.
     `Variable._shape`, `Variable._ndim` - the shape of a variable, and its number of dimensions.
     `Variable._direct_assign` - assigns an array; under a distribution it communicates with all processes.

@@ -1,6 +1,6 @@
 """The processes of JAX jobs, and their distributions.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.jax.trainer` - the module with the `predict` that reads `DataParallel.auto_shard_dataset`.
 
 Of JAX: `jax._src.distributed.global_state` - `client`, the store of a job of several processes, and `process_id`.

@@ -1,6 +1,6 @@
 """The parts of JAX arrays that each process saves in a sharded checkpoint.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Variable._value` - the array of a variable.
 """
 

@@ -5,7 +5,7 @@ A gradient alone does not show that. Detected divisions are Keras' losses and pe
 as notes in the replica context, for one step of one replica, while Python runs (during a trace). If a step has several
 losses, the target of `GradientTape.gradient` shows to which loss a gradient belongs.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.losses.loss.reduce_values` - reduces the values of a loss to a scalar, and divides it.
     `keras.src.losses.loss.scale_loss_for_distribution` - divides penalties and added losses.
 """
@@ -203,7 +203,7 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # Be uncertain about a sum too: the step can divide it by the rows of all replicas, an unknown number.
+            # A sum over rows may be divided too: by the rows of all replicas, a number that the graph does not show.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):

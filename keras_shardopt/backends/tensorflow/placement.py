@@ -1,10 +1,10 @@
 """Variables on TensorFlow, mirrored by a strategy.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._distribution_strategy` - the strategy of an optimizer, used by its updates.
     `Variable._initialize` - creates TensorFlow's variable in the current scope.
 
-Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds them):
+Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py checks that each exists):
     `Trackable._serialize_to_tensors`, `_restore_from_tensors` - the tensors of a variable in a checkpoint.
 """
 

@@ -1,6 +1,6 @@
 """The processes of TensorFlow jobs, and their strategies.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` before `fit` fails.
 
 Of TensorFlow: `tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended`, with

@@ -5,7 +5,7 @@ rows. On a replica, a multiple of its id is therefore added to every seed drawn 
 so files hold the states of a single device. Replica 0 draws the numbers of a single device. Integer seeds are
 unchanged.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - returns the seed for each draw.
 """
 

@@ -1,6 +1,6 @@
 """Tracing and control flow on TensorFlow.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._all_reduce_sum_gradients` - the built-in reduction of Keras' TensorFlow optimizers.
 """
 

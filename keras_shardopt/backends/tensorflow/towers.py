@@ -32,9 +32,9 @@ def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
 
 @contextlib.contextmanager
 def running_if_divisible(tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
-    """Run nothing in this block if `divisor` does not divide the first dimension of each tensor.
+    """Make the operations of this block fail unless `divisor` divides the first dimension of each tensor.
 
-    This works for sizes that are unknown during the trace. The error contains `rule`, the size and `remedy`.
+    Sizes may be unknown during the trace. The error message contains `rule`, the size and `remedy`.
     """
     sizes = [_num_rows(tensor) for tensor in tensors]
     assertions = [tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]) for size in sizes]

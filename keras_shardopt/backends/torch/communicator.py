@@ -1,6 +1,6 @@
 """Replicas on PyTorch: the ranks of `torch.distributed`.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.common.global_state` - holds "global_seed_generator", for layers without a seed.
 """
 
@@ -276,7 +276,7 @@ class TorchProcessGroup(Communicator):
         return self._ddp_owner(_tensor(variable)) is not None
 
     def is_reduced_elsewhere(self, model: Any) -> bool:
-        """Return whether Keras or a DDP averages the gradients of a model without a `CrossShard`."""
+        """Return whether Keras or a DDP averages the gradients of a model that has no `CrossShard`."""
         if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
             return True
         if _INITIALIZE_DDP is not None and has_built_in_step(model):

@@ -1,6 +1,6 @@
 """PyTorch's `DistributedDataParallel` (DDP): which gradients it has reduced, and when Keras creates one.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model._initialize_ddp` (Keras 3.16 and later) - wraps the model in a DDP.
 """
 

@@ -56,7 +56,7 @@ class FlatBucket:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collectives that send this bucket, each with tensors of the sizes that it sends."""
+        """The collectives that send this bucket, each with the tensors sent or others of their sizes."""
         return [("all_reduce", [self.flat])]
 
     @property

@@ -1,6 +1,6 @@
 """The tensors that Keras' variables hold.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Variable._value`, and in `keras.src.backend.common` `stateless_scope.in_stateless_scope` and
         `variables.get_autocast_scope` - the tensor of a variable, and whether a scope replaces it.
 """

@@ -1,6 +1,6 @@
 """Buffers of PyTorch modules, the state of `torch.nn.BatchNorm1d` and others, as Keras variables.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Variable._value`, `_initialize`, `_path` - the tensor of a variable, its creation, and the path.
 """
 

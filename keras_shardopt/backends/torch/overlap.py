@@ -14,7 +14,7 @@ With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). 
 With accumulated gradients, a rank sends only in the last micro-batch: the mean of all. Finite checks test one sum per
 bucket. If a sum is not finite, all ranks together check each gradient.
 
-Private names of Keras touched here (a test holds them):
+Private names of Keras touched here (a test checks that each exists):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of
         the trainable weights to the optimizer.
 Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, as in DDP;
@@ -329,7 +329,7 @@ class Buckets:
     # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        if not self._counts:  # a codec sends its residuals, the errors of earlier steps, only with a gradient
+        if not self._counts:  # without rows, a codec needs a gradient of zeros to send its residuals
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
 

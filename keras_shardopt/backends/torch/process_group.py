@@ -10,7 +10,7 @@ cover several steps. A rank that makes another call, or leaves `fit` with an err
 ranks poll the store (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
-default group, whoever opened it. (test_private_names.py holds it.)
+default group, whoever opened it. (test_private_names.py checks that it exists.)
 """
 
 from __future__ import annotations

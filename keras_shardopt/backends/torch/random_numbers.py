@@ -14,7 +14,7 @@ If batches are split into parts (`VirtualReplicas`), the part number replaces th
 at the start of the batch, on any rank. PyTorch's generator is seeded for each part from its seed, the update and the
 part, and then restored.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `draw_seed` in `keras.src.backend.torch.random` and `.image` - returns the seed for each draw.
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether a layer is called, and
         in training mode.

@@ -1,6 +1,6 @@
 """The work of a computation, counted on PyTorch's meta device: its tensors have shapes, but no memory.
 
-Private names of PyTorch touched here (tests/unit/sharding/test_costs.py holds them):
+Private names of PyTorch touched here (tests/unit/sharding/test_costs.py checks that each exists):
     `torch.utils._python_dispatch.TorchDispatchMode` - intercepts every operation of a thread.
 """
 

@@ -3,7 +3,7 @@
 Arrays have the paths of Keras' weights files. Paths that start with "training/" are for state that such files lack:
 seeds, buffers, residuals of compression, and the state of extensions.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.saving.saving_lib._save_state`, `_load_state` - visit all parts of a model that have variables.
     `keras.src.saving.saving_lib.H5IOStore`, `DiskIOStore` - the classes of stores that these two functions accept.
 """

@@ -3,7 +3,7 @@
 A step can use variables that its caller did not list, such as a seed, or a frozen weight in the loss. In a trace, such
 variables become constants. Therefore a first trace collects them, and a second one has them as arguments.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Variable._value` - the array of a variable.
     `StatelessScope.add_update`, `get_current_value` - called by variables to write to a scope and read from it.
 """

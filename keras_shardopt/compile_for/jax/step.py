@@ -3,7 +3,7 @@
 The step is the function that Keras' trainer passes to `jax.jit`. JAX exports it for the platform. XLA's compiler for
 that platform (in `libtpu` or in JAX's CUDA plugin) then compiles it for devices that are only described.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `keras.src.backend.jax.core.JaxVariable._initialize_with_initializer` - creates the initial value of a variable on
         all devices of its layout.
 """

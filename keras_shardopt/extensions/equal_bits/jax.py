@@ -8,7 +8,7 @@ XLA also removes duplicate computations (its CSE pass), for several devices late
 in between depend on how often a value is used: a softmax and its gradient divide by their sum, or multiply by 1/sum.
 Therefore these steps are compiled without CSE (`compiled_identically`).
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
     `Model._update_metrics_variables` - the second half of the trainer's step.
     `keras.src.backend.common.masking.get_keras_mask` - the mask of a tensor.

@@ -2,7 +2,7 @@
 
 Optimizer variables with a leading dimension "replica" (`Rows`) hold the weights and state of all replicas.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
 """
 

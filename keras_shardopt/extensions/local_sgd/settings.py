@@ -1,6 +1,6 @@
 """The arguments of local SGD.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._exclude_from_weight_decay` - the keys of variables that `exclude_from_weight_decay` got.
 """
 

@@ -4,7 +4,7 @@ The *reference weights* are those of the last *sync step*. The next sync step av
 replicas. Local SGD subtracts this mean from the reference weights. DiLoCo passes it as the gradient to an outer
 optimizer that updates the reference weights. All replicas continue from the new reference weights.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._trainable_variables` - the variables that the optimizer was built with.
     `Optimizer._track_variable` - makes a variable part of the optimizer's state.
     `Optimizer._model_variables_moving_average` - the averages of weights that an optimizer with `use_ema` keeps.
@@ -132,8 +132,9 @@ class LocalUpdates(ExtensionStage):
         found = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
         if found and not replicas_are_processes():
             raise ValueError(
-                "With `LocalSGD` each replica skips its own updates, but Keras' loss scaling decides once for all "
-                f"replicas of a program. Received: {found[0]!r}. Use `keras_shardopt.LossScaling` instead."
+                "With `LocalSGD` each replica decides whether to skip an update that overflowed, but Keras' loss "
+                f"scaling decides once for all replicas of a program. Received: {found[0]!r}. Use "
+                "`keras_shardopt.LossScaling` instead."
             )
 
     @property

@@ -1,6 +1,6 @@
 """Batches on JAX that do not divide evenly among devices, or that several processes share.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - the iterator of `fit` and `evaluate`.
     `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset`, `_num_batches` - its batches, the

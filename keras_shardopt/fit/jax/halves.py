@@ -1,6 +1,6 @@
 """The two halves of Keras's training step: the forward and backward pass, and the metrics of their outputs.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
     `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask of a tensor.
 """

@@ -1,6 +1,6 @@
 """Changes how Keras's trainer compiles steps.
 
-Private names of Keras touched here (test_private_names.py holds them):
+Private names of Keras touched here (test_private_names.py checks that each exists):
     `keras.src.backend.jax.trainer.jit` - compiles the step of a model's `make_train_function` or `make_test_function`.
 """
 

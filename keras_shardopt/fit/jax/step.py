@@ -1,6 +1,6 @@
 """The training step of a prepared model on JAX, with per-replica gradients if the optimizer needs them.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model._update_metrics_variables` - the second half of the trainer's step.
 """
 

@@ -10,7 +10,7 @@ Several processes load the same batches, and each puts its rows of every batch o
 divided, each process uses its own rows instead. Processes exchange their row counts before every batch. Otherwise
 processes with different numbers of rows or batches would wait for each other forever.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
         on) - builds the model from the first batch of this process; lists its unbuilt components.
     `Trainer._get_jax_state` - moves values out of the variables of a model into the training state.

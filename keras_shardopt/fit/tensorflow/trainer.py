@@ -1,6 +1,6 @@
 """The class that `prepare(model)` mixes in on TensorFlow: methods of Keras's trainer for uneven batches.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`; its `distribute_strategy` divides
         the dataset of its `data_adapter`.
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.

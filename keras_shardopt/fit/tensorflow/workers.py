@@ -5,7 +5,7 @@ each worker iterates over batches in Python, as processes do on other backends. 
 each uses its rows of every batch; otherwise it uses batches of its data. Workers exchange a message before every
 batch, so all raise an error if one worker runs a different method or has different data.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether Keras splits logs in this way.
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`: its `_get_iterator`, `_num_batches`,
         `_distributed_dataset` and `data_adapter`.

@@ -2,7 +2,7 @@
 
 In both cases, all ranks take the same number of steps.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`, created in a method of
         the model.
     `EpochIterator.__iter__`, `__next__`, `reset` - starts an epoch; returns the indices of the first and last step of

@@ -5,7 +5,7 @@ Before each exchange of tensors, ranks exchange a short message that names the e
 promises that a number of its next batches have the same row count. The ranks then take the smallest promised number of
 batches without messages. The next message has a checksum of these batches.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Optimizer._trainable_variables` - the variables of the optimizer's `build`.
     `keras.src.utils.python_utils.pythonify_logs` - converts logs to Python numbers.
 """
@@ -403,7 +403,7 @@ class Session:
         if any(each != [1, messages[0][1]] for each in messages):
             raise ValueError(
                 "The outputs of `predict_step` must have as many rows as the batch, so ranks can gather them. "
-                f"Received: for {num_run} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
+                f"Received: a batch of {num_run} rows, and outputs of shapes {[tuple(t.shape) for t in tensors]}. "
                 "Use `keras_shardopt.prepare(model, gather=False)`; each rank then predicts its rows alone."
             )
         # Send all tensors as bytes, because dtypes can differ. Pad each to the row count of the rank with most rows.

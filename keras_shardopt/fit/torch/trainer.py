@@ -4,7 +4,7 @@ All ranks load the same batches, and each uses its rows of every batch. If data 
 batches of its data instead. Ranks exchange their row counts for each batch, because a rank's weight is its row count. A
 rank that has no batch left takes part with zero rows. At the end of an epoch, ranks aggregate metrics.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`.
     `Trainer._symbolic_build` - builds an unbuilt model from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.

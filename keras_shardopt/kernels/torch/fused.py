@@ -7,7 +7,7 @@ kernel includes it. Keras still does clipping, averages of weights, constraints 
 Formulas without a kernel run on pieces that fit into the CPU's cache: with fewer operations than Keras', or with Keras'
 own code (`pieces.py`). Wrappers that scale gradients pass the factors to the update, and save a pass over memory.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.optimizers.torch_adam.Adam` and others - the classes that `keras.optimizers.Adam()` makes.
     `Nadam._u_product` - the product of its momentum coefficients so far.
     `Optimizer._apply_weight_decay(variables)`, `_use_weight_decay(variable)` - weight decay, just before the step.

@@ -6,7 +6,7 @@ one piece of the arrays before the next, so the piece stays in the CPU's cache.
 `_SLOTS` lists Keras' element-wise classes. A subclass may compute anything, and a trial as in
 `sharding/separability.py` does not prove bitwise equality, so subclasses are excluded.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.optimizers` - the classes that `keras.optimizers.Adam()` and others make.
     `TorchParallelOptimizer._parallel_update_step(grads, variables, learning_rate)` - the arithmetic of a step. It
         reads the `value` of variables and slots. `Ftrl` has `_backend_update_step` instead, a loop over variables that
@@ -77,7 +77,7 @@ def step_of(kind: type) -> str:
 
 
 Factors = dict[int, Tensor]
-"""Scalar tensors that multiply or divide gradients during the update, by the `id` of the variable."""
+"""Maps the `id` of a variable to a scalar tensor that multiplies or divides its gradient during the update."""
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ depend on the number of replicas. Therefore each part is a separate function tha
 arithmetic rewriting is off while the step is traced and run. Changes of metrics and moving statistics are summed in the
 same binary tree as gradients.
 
-Private names of Keras touched here (a test holds each of them):
+Private names of Keras touched here (a test checks that each exists):
     `Trainer._compute_loss`, `Trainer._loss_tracker` - the loss and its metric in Keras' steps.
     `Model._symbolic_build` - builds a model, its metrics and its optimizer from the shapes of a batch.
 Private names of TensorFlow: `tensorflow.python.eager.context.context` with `_optimizer_experimental_options` and
