@@ -73,26 +73,54 @@ class Task:
 
 def started_by() -> Task | None:
     """Return this process's place among the copies of its program. None if there is no other copy."""
-    found = [row for row in _COMMANDS if _size_of(row[1]) > 1]
+    found = [row for row in _COMMANDS if _size_of(row[1]) > 1 and (row[0] != "srun" or _is_step())]
     if not found:
         return None
     command, size, rank = found[0][0], _number(found[0][1]), _number(found[0][2])
-    local_size, local_rank = _number(found[0][3], size), _number(found[0][4])
+    local_size, local_rank = _number(found[0][3]), _number(found[0][4])
     hosts: list[str] = []
-    job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+    job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `mpiexec` may have set the same numbers for `srun`, which also names the machines.
-    if found[-1][0] == "srun" and (size, rank) == (_number(found[-1][1]), _number(found[-1][2])):
+    # `srun --mpi=pmi2` sets PMI_SIZE too. Equal numbers do not show that: `mpirun` in a step has some of the step's.
+    if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")
         hosts, local_size = _slurm_hosts(size, rank)
         job = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+    local_size = local_size or 1
     if local_size == size:
         hosts = ["127.0.0.1"] * size
+    elif command not in ("srun", "flux run") and "MASTER_PORT" not in os.environ:
+        return Task(command, size, rank, local_size, local_rank, [], 0)  # the machines would choose different ports
     given = os.environ.get("MASTER_ADDR")
     hosts = [given, *hosts[1:]] if given else hosts
     port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)
     return Task(command, size, rank, local_size, local_rank, hosts, port)
+
+
+def _starter() -> str:
+    """Return an id of the process that has started all copies on this machine, also if a script starts each program."""
+    with contextlib.suppress(OSError, AttributeError):  # `mpiexec` gives each copy a session
+        return _stat(os.getsid(0))[1]
+    return str(os.getppid())
+
+
+def _is_step() -> bool:
+    """Return whether `srun` has started this program, and not a shell (`srun --pty bash`) or an `sbatch` in it."""
+    counts, here = _tasks_per_node(), os.environ.get("SLURM_GTIDS", "")
+    if here and counts[_number("SLURM_NODEID") :][:1] not in ([], [here.count(",") + 1]):
+        return False
+    with contextlib.suppress(OSError, LookupError):
+        task = os.environ["SLURM_TASK_PID"]
+        has_terminal = _stat(task)[4] != "0"
+        arguments = pathlib.Path("/proc", task, "cmdline").read_text().split("\0")[1:-1]
+        return not has_terminal or not all(each.startswith("-") for each in arguments)
+    return True
+
+
+def _stat(process: object) -> list[str]:
+    """Return the state of a process in Linux, its parent, its group, its session, its terminal, and more."""
+    return pathlib.Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
 
 
 def _number(variable: str, default: int = 0) -> int:
@@ -103,17 +131,24 @@ def _number(variable: str, default: int = 0) -> int:
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
     """Return the machine of each task of this SLURM step, or of the first, and the number of tasks on this machine."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
-    counts = [
+    counts = _tasks_per_node()
+    hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
+    # With another distribution of tasks than blocks, only the first task is certain to be on the first machine.
+    is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
+    # All tasks must find the same. SLURM also calls one task per machine cyclic.
+    is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    node = _number("SLURM_NODEID")
+    return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
+
+
+def _tasks_per_node() -> list[int]:
+    """Return the number of tasks of this SLURM step on each machine."""
+    return [
         int(count)
         for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
         for count, times in re.findall(r"^(\d+)(?:\(x(\d+)\))?$", entry)
         for _ in range(int(times or 1))
     ]
-    hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
-    # With another distribution of tasks than blocks, only the first task is certain to be on the first machine.
-    is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    node = _number("SLURM_NODEID")
-    return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
 
 
 def expanded(nodes: str) -> list[str]:
@@ -163,6 +198,13 @@ def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
     joined[:] = [task.command]
 
 
+def alone() -> dict[str, str]:
+    """Return the environment variables of this process, without those that make it part of a job."""
+    of_jobs = {*_BACKENDS, *(row[1] for row in _COMMANDS)}
+    found = {name: value for name, value in os.environ.items() if name not in of_jobs}
+    return {name: value for name, value in found.items() if not name.startswith("KERAS_DISTRIBUTION_")}
+
+
 def own_gpus(task: Task) -> None:
     """Restrict this copy to its part of the machine's GPUs, unless SLURM has divided them."""
     if {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys():
@@ -171,6 +213,12 @@ def own_gpus(task: Task) -> None:
     each = len(gpus) // task.local_size
     if task.local_size > 1 and each:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[task.local_rank * each : (task.local_rank + 1) * each])
+
+
+def all_gpus_for_jax(gpus: Sequence[str]) -> dict[str, str]:
+    """Return the variable that makes JAX use all these GPUs. Under `srun` and Open MPI it would choose one by index."""
+    given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    return {"JAX_LOCAL_DEVICE_IDS": given or ",".join(map(str, range(len(gpus))))} if gpus else {}
 
 
 def visible_gpus() -> list[str]:

@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _complete(given: argparse.Namespace) -> None:
     """Fills in the machines from the command that starts this launcher once on each, such as `srun`."""
-    task = jobs.started_by()
-    if task is None or given.nnodes != 1:
+    task = jobs.started_by() if given.nnodes is None else None
+    if task is None:
+        given.nnodes = given.nnodes or 1
         return
     if task.local_size > 1:
         raise JobError(
@@ -55,7 +56,10 @@ def _complete(given: argparse.Namespace) -> None:
             ", or start the program itself: `srun -n 8 python train.py` needs no launcher."
         )
     given.nnodes, given.node_rank = task.size, task.rank
-    given.coordinator = given.coordinator or f"{task.address}:{task.port}"
+    try:
+        given.coordinator = given.coordinator or f"{task.address}:{task.port}"
+    except RuntimeError as error:
+        raise JobError(f"{error} Or use `--coordinator`.") from error
     given.hosts = given.hosts or ",".join(task.hosts)
 
 
@@ -113,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nnodes",
         type=int,
-        default=1,
         metavar="N",
         help="The number of machines (default: 1, or those on which srun starts this launcher once each).",
     )

@@ -14,9 +14,11 @@ from keras_shardopt.launch.pickled import CALL, ERROR, RESULT, pickler
 
 def _main(folder: pathlib.Path) -> None:
     """Runs the call in `folder`, and stores its result or error there."""
-    function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
     try:
+        function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = function(*args, **kwargs)
+        if processes.process()[1] == 0:
+            _write(folder / RESULT, pickler().dumps(result))
     except Exception as error:
         text = traceback.format_exc()
         try:
@@ -25,8 +27,6 @@ def _main(folder: pathlib.Path) -> None:
             pickled = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
         _write(folder / f"{ERROR}{os.getpid()}", pickled)
         raise
-    if processes.process()[1] == 0:
-        _write(folder / RESULT, pickler().dumps(result))
 
 
 def _write(file: pathlib.Path, content: bytes) -> None:

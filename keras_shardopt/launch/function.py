@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends import jobs
 from keras_shardopt.launch.pickled import CALL, ERROR, RESULT, pickler
 
 
@@ -30,9 +30,10 @@ def launch_processes(
     `pip install cloudpickle`.
 
     Args:
-        function: a function, also one that is defined in a notebook. It can return a Keras model.
+        function: a function, also one that is defined in a notebook. It can return arrays or a Keras model. For a
+            model with custom classes, call `launch_processes` inside `keras.saving.custom_object_scope`.
         num_processes: int >= 1. The number of processes on this machine.
-        args: its positional arguments.
+        args: its positional arguments: data, and no models or tensors of the backend.
         kwargs: dict or None. Its keyword arguments.
 
     Returns:
@@ -73,6 +74,11 @@ def launch_processes(
                 "All processes must end without errors. Received: the exit status "
                 f"{status} of `python -m keras_shardopt.launch --nproc {num_processes}`. Read its last line above."
             )
+        if not (folder / RESULT).exists():
+            raise RuntimeError(
+                "The function must return. Received: a process 0 that ended with exit status 0 before, as after "
+                "`sys.exit()`. Return in place of that call."
+            )
         return pickle.loads((folder / RESULT).read_bytes())
 
 
@@ -92,7 +98,7 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
     launcher = [sys.executable, "-m", "keras_shardopt.launch", "--nproc", str(num_processes)]
     process = subprocess.Popen(
         [*launcher, "-m", "keras_shardopt.launch.call", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env={**jobs.alone(), "PYTHONPATH": os.pathsep.join(str(path) or os.getcwd() for path in sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -107,5 +113,5 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
         return process.wait()
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # the launcher ends its processes
+            process.terminate()  # the launcher ends its processes, also if SIGINT is ignored
             process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from keras_shardopt.backends import jobs
 from keras_shardopt.launch.job import Job, free_ports, visible_gpus
 from keras_shardopt.launch.supervisor import supervise
 
@@ -34,6 +35,7 @@ def environments(job: Job) -> list[dict[str, str]]:
             **common,
             **({"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)} if job.num_processes > 1 else {}),
             **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}),
+            **jobs.all_gpus_for_jax(jobs.visible_gpus() if devices is None else devices.split(",")),
         }
         for rank, devices in zip(job.ranks, gpus)
     ]

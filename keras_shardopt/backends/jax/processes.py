@@ -161,6 +161,7 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
     """Return the environment variables of Keras for a copy of the program, which gets its part of the GPUs."""
     jobs.own_gpus(task)
     return {
+        **jobs.all_gpus_for_jax(jobs.visible_gpus()),
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{task.address}:{task.port}",
         "KERAS_DISTRIBUTION_NUM_PROCESSES": str(task.size),
         "KERAS_DISTRIBUTION_PROCESS_ID": str(task.rank),

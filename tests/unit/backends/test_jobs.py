@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import pytest
 
@@ -26,8 +27,8 @@ JOBS = {
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch):
-    for name in os.environ.keys() - {"PATH"}:
-        if name.startswith(("SLURM", "OMPI", "MV2", "PMI", "MPI", "FLUX", "MASTER")):
+    for name in list(os.environ):
+        if name.startswith(("JAX_LOCAL", "SLURM", "OMPI", "MV2", "PMI", "MPI", "FLUX", "MASTER")):
             monkeypatch.delenv(name)
     for name in [*(name for job in JOBS.values() for name in job), *JOINED]:
         monkeypatch.setenv(name, "")  # so that the variables that a test sets are gone after it
@@ -142,8 +143,43 @@ def test_a_copy_knows_its_place(monkeypatch, command):
 def test_mpirun_inside_a_step_of_srun_counts(monkeypatch):
     set_all(monkeypatch, {**SRUN, **MPIRUN})
     assert jobs.started_by().rank == 3
-    set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"})  # the same, and SLURM has names
-    assert jobs.started_by().hosts == STARTED["srun"][2]
+    # All copies must find the same command, also those whose numbers are those of the step by chance.
+    set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"})
+    assert jobs.started_by().command == "mpirun"
+
+
+@pytest.mark.neutral
+def test_srun_sets_the_variables_of_mpiexec_too(monkeypatch):
+    set_all(monkeypatch, {**SRUN, "PMI_SIZE": "3", "PMI_RANK": "2"})  # `srun --mpi=pmi2`
+    assert (jobs.started_by().command, jobs.started_by().hosts) == ("srun", STARTED["srun"][2])
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("ids, is_step", [("2", True), ("0", True), ("0,1", False), ("", True)])
+def test_a_batch_script_that_was_sent_from_a_step_is_not_in_it(monkeypatch, ids, is_step):
+    set_all(monkeypatch, {**SRUN, "SLURM_GTIDS": ids})  # one task on this machine
+    assert (jobs.started_by() is not None) == is_step
+
+
+@pytest.mark.neutral
+def test_a_shell_on_a_terminal_is_no_copy_of_a_program(monkeypatch):
+    set_all(monkeypatch, {**SRUN, "SLURM_TASK_PID": str(os.getpid())})
+    stat = ["S", "1", "1", "1", "34816"]  # a pseudo-terminal
+    monkeypatch.setattr(jobs, "_stat", lambda process: stat)
+    arguments = iter(["bash\0-l\0", "python\0train.py\0", "bash\0"])
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda self: next(arguments))
+    assert jobs.started_by() is None
+    assert jobs.started_by().command == "srun"
+    stat[4] = "0"
+    assert jobs.started_by().command == "srun"
+
+
+@pytest.mark.neutral
+def test_jax_uses_all_gpus_of_a_copy(monkeypatch):
+    assert jobs.all_gpus_for_jax(["2", "3"]) == {"JAX_LOCAL_DEVICE_IDS": "0,1"}
+    assert jobs.all_gpus_for_jax([]) == {}
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "1")
+    assert jobs.all_gpus_for_jax(["2", "3"]) == {"JAX_LOCAL_DEVICE_IDS": "1"}
 
 
 @pytest.mark.neutral
@@ -216,13 +252,16 @@ def test_several_machines_of_mpirun_need_an_address(monkeypatch):
     with pytest.raises(RuntimeError, match="`mpirun` does not name.*4 processes, 2 of them .* -x MASTER_ADDR=node1"):
         jobs.join("RANK", of_torch)
     monkeypatch.setenv("MASTER_ADDR", "node1")
+    with pytest.raises(RuntimeError, match="-x MASTER_PORT=29500"):  # each machine would choose another
+        jobs.join("RANK", of_torch)
+    monkeypatch.setenv("MASTER_PORT", "29500")
     jobs.join("RANK", of_torch)
     assert os.environ["RANK"] == "3"
 
 
 @pytest.mark.backends("tensorflow")
 def test_tensorflow_needs_all_addresses(monkeypatch):
-    set_all(monkeypatch, {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1"})
+    set_all(monkeypatch, {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"})
     with pytest.raises(RuntimeError, match="addresses of all others.*4 processes, 2 of them on this machine"):
         ks.data_parallel().__enter__()
 

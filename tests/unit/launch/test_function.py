@@ -4,6 +4,7 @@ import os
 import pathlib
 import pickle
 import signal
+import sys
 import threading
 import time
 
@@ -68,15 +69,36 @@ def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
 
 
 @pytest.mark.neutral
-def test_a_process_that_is_killed_raises(capsys):
-    def dies():
+@pytest.mark.parametrize(
+    "status, words",
+    [
+        (137, "the exit status 137 of `python -m keras_shardopt.launch --nproc 1`"),
+        (0, "must return. Received: a process"),
+    ],
+)
+def test_a_process_that_does_not_return_raises(monkeypatch, capsys, status, words):
+    def dies(status):
         import os
+        import sys
 
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), status - 128) if status else sys.exit()
 
-    with pytest.raises(RuntimeError, match="the exit status 137 of `python -m keras_shardopt.launch --nproc 1`"):
-        ks.launch_processes(dies, 1)
-    assert "process 0 was ended by SIGKILL" in capsys.readouterr().out
+    # A notebook can run inside another job.
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "path", [pathlib.Path("/nowhere"), *sys.path])
+    with pytest.raises(RuntimeError, match=words):
+        ks.launch_processes(dies, 1, (status,))
+    assert status == 0 or "process 0 was ended by SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.neutral
+def test_a_result_that_cannot_be_pickled_is_an_error(tmp_path):
+    (tmp_path / CALL).write_bytes(cloudpickle.dumps((threading.Lock, (), {})))
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock'"):
+        call._main(tmp_path)
+    error, _ = pickle.loads((tmp_path / f"{ERROR}{os.getpid()}").read_bytes())
+    assert isinstance(error, TypeError)
 
 
 @pytest.mark.neutral
