@@ -141,8 +141,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits until the last save is complete, and frees the host memory that saves have shared."""
-        self._check(wait=True)
-        stored_parts.free_buffers()
+        try:
+            self._check(wait=True)
+        finally:
+            stored_parts.free_buffers()
 
     def _begin(self, epoch: int) -> None:
         self._check(wait=True)

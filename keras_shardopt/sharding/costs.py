@@ -29,13 +29,15 @@ def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tu
         variables: the variables that replicas divide. They are not changed.
 
     Returns:
-        A pair for each variable: its size and 1 if an update needs values.
+        A pair for each variable: its size and 1 for an optimizer of another package, or if an update needs values.
     """
     by_size = [(float(size_of(variable)), 1) for variable in variables]
-    if _work is None:
+    # Other optimizers may keep tensors, for example in a cache, and these would have no values.
+    if _work is None or not type(optimizer).__module__.startswith(("keras.", "keras_shardopt.")):
         return by_size
     try:
-        outside = fresh_copy(optimizer, **VISIBLE)
+        # Averages would be updated for all variables at once, with each kind.
+        outside = fresh_copy(optimizer, **VISIBLE, use_ema=False)
         config = outside.get_config()
         with _work.without_memory():
             fresh = type(outside).from_config(config)
@@ -52,5 +54,5 @@ def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tu
                     grad = ops.zeros(tuple(variable.shape), dtype_of(variable))
                     costs[kind] = _work.count(functools.partial(fresh.apply, [grad], [variable]))
             return [costs[kind] for kind in kinds]
-    except Exception:  # users' updates may raise anything without values
+    except Exception:  # updates may raise anything without values
         return by_size

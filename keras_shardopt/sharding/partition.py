@@ -73,7 +73,7 @@ def divide(
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
     """Choose a replica for each cost. Work and operations are both divided evenly, because either can take the time."""
     totals = [sum(column) for column in zip(*costs)]
-    shares = [[cost / total for cost, total in zip(pair, totals)] for pair in costs]
+    shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]
     owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: shares[i], reverse=True):
