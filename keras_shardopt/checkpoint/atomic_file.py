@@ -75,7 +75,7 @@ class Unfinished:
             if keep_as is not None and os.path.exists(self._target):
                 os.replace(self._target, keep_as)
             os.replace(self.path, self._target)
-            sync_folder(os.path.dirname(self._target))
+            flush_folder(os.path.dirname(self._target))
         finally:
             self.discard()
 
@@ -169,7 +169,7 @@ def _try_lock(descriptor: int) -> bool | None:
     return True
 
 
-def sync_folder(path: str) -> None:
+def flush_folder(path: str) -> None:
     """Flush a folder, so renames in it survive a crash of the machine."""
     with contextlib.suppress(OSError):  # some systems cannot open a folder
         descriptor = os.open(path, os.O_RDONLY)

@@ -41,6 +41,7 @@ def launch_processes(
 
     Raises:
         ValueError: if `num_processes` is less than 1, or KERAS_BACKEND is not set.
+        TypeError: if `function` is not callable, `args` not a sequence, or `kwargs` not a dict.
         ImportError: if cloudpickle is not installed.
         RuntimeError: if a process ends without an error of Python. Otherwise, the error of the first process that
             failed, with its traceback. All other processes have ended then, as after an interrupt.
@@ -55,6 +56,11 @@ def launch_processes(
         2
     """
     num_processes = check.integer("num_processes", num_processes)
+    if not callable(function) or not isinstance(args, (list, tuple)) or not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(
+            "`function` must be callable, `args` a list or tuple, and `kwargs` a dict or None. Received: "
+            f"function={function!r}, args={type(args).__name__}, kwargs={type(kwargs).__name__}"
+        )
     if "KERAS_BACKEND" not in os.environ:
         raise ValueError(
             "`launch_processes` starts processes with the backend of this environment variable. Received: no "

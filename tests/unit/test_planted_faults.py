@@ -795,7 +795,7 @@ FAULTS = [
     ),
     fault(
         "checkpoint/atomic_file.py",
-        "sync_folder(os.path.dirname(self._target))",
+        "flush_folder(os.path.dirname(self._target))",
         "pass",
         "unit/checkpoint/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
     ),

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_shardopt.backends.stored_parts import OwnParts, Part
-from keras_shardopt.checkpoint.atomic_file import sync_folder
+from keras_shardopt.checkpoint.atomic_file import flush_folder
 
 FORMAT = 1
 """The version of the manifest's format."""
@@ -102,7 +102,7 @@ def write_manifest(folder: str, num_processes: int, about: dict[str, Any]) -> No
         "entries": entries,
     }
     write_json(os.path.join(folder, MANIFEST), {"hash": _hash_of_json(manifest), "manifest": manifest})
-    sync_folder(os.path.dirname(folder))
+    flush_folder(os.path.dirname(folder))
     for index in range(num_processes):
         os.remove(report_path(folder, index))
 
@@ -136,7 +136,7 @@ def _finish(path: str) -> None:
     with open(f"{path}.unfinished", "rb+") as file:
         os.fsync(file.fileno())
     os.replace(f"{path}.unfinished", path)
-    sync_folder(os.path.dirname(path))
+    flush_folder(os.path.dirname(path))
 
 
 def _split(part: Part) -> Iterator[Part]:

@@ -116,9 +116,13 @@ def test_an_interrupt_ends_all_processes(tmp_path):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupts, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        ks.launch_processes(waits, 2, (str(tmp_path),))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background jobs
+    try:
+        threading.Thread(target=interrupts, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            ks.launch_processes(waits, 2, (str(tmp_path),))
+    finally:
+        signal.signal(signal.SIGINT, before)
     for file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.name), 0)
@@ -128,6 +132,9 @@ def test_an_interrupt_ends_all_processes(tmp_path):
 def test_bad_arguments_raise_before_processes_start(monkeypatch):
     with pytest.raises(ValueError, match="`num_processes` must be"):
         ks.launch_processes(trained, 0)
+    for wrong in [(None, 1), (trained, 1, 3), (trained, 1, (), [1])]:
+        with pytest.raises(TypeError, match="`function` must be callable, `args` a list .* Received: function="):
+            ks.launch_processes(*wrong)
     monkeypatch.delenv("KERAS_BACKEND")
     with pytest.raises(ValueError, match=r'Received: no KERAS_BACKEND. Set it before `import keras`: `os.environ\["'):
         ks.launch_processes(trained, 2)
