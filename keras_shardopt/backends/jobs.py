@@ -73,7 +73,7 @@ class Task:
 
 def started_by() -> Task | None:
     """Return this process's place among the copies of its program. None if there is no other copy."""
-    found = [row for row in _COMMANDS if _size_of(row[1]) > 1 and (row[0] != "srun" or _is_step())]
+    found = [row for row in _COMMANDS if _number(row[1]) > 1 and (row[0] != "srun" or _is_step())]
     if not found:
         return None
     command, size, rank = found[0][0], _number(found[0][1]), _number(found[0][2])

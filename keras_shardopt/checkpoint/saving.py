@@ -213,7 +213,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
-        _check_model(model)
+        check_model(model)
         check.flag("overwrite", overwrite)
         if is_chief():
             path = file_path(filepath, suffixes)
@@ -505,7 +505,8 @@ def communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise TypeError unless the argument is a model."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
 

@@ -39,7 +39,7 @@ class PaddedLayout(OneProgramShards):
     lays_out = True
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable]) -> None:
-        super().__init__(optimizer, variables, _layouts.num_parts(variables)[1])
+        super().__init__(optimizer, variables, _layouts.shard_counts(variables)[1])
         may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
         self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
         self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]
@@ -152,14 +152,14 @@ class PaddedLayout(OneProgramShards):
 
 def needs_padding(variables: Sequence[Variable]) -> bool:
     """Whether a device would hold clearly more than an equal share without padding."""
-    parts, num_devices = _layouts.num_parts(variables)
+    parts, num_devices = _layouts.shard_counts(variables)
     sizes = [size_of(v) * item_size(v) for v in variables]
     return sum(size / each for size, each in zip(sizes, parts)) * num_devices > _MAX_OVER_IDEAL * sum(sizes)
 
 
 def _undivided(variables: Sequence[Variable]) -> list[int]:
     """Return the positions of variables that a layout cannot divide among all devices."""
-    parts, num_devices = _layouts.num_parts(variables)
+    parts, num_devices = _layouts.shard_counts(variables)
     return [
         i
         for i, (v, each) in enumerate(zip(variables, parts))

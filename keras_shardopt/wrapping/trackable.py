@@ -30,9 +30,8 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        if any(
-            inside is not variable for inside, variable in pairs
-        ):  # the wrapped optimizer has slices of these variables
+        # The wrapped optimizer can have slices of these variables.
+        if any(inside is not variable for inside, variable in pairs):
             del children["_trainable_variables"]
         return children
 

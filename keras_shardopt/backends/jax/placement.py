@@ -207,8 +207,8 @@ class JaxPlacement(Placement):
 placement = JaxPlacement()
 
 
-def num_parts(variables: Sequence[Variable]) -> tuple[list[int], int]:
-    """Return into how many parts `place(..., "sharded")` divides each variable, and the number of devices."""
+def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
+    """Return into how many shards `place(..., "sharded")` divides each variable, and the number of devices."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return [1 for _ in variables], 1

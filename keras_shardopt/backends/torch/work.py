@@ -18,9 +18,6 @@ from torch.utils.flop_counter import flop_registry
 _FLOPS_PER_BYTE = 10.0
 """The floating-point operations in the time of moving one byte: a CPU's 5 to 10, and a GPU's 15 to 20 in float32."""
 
-_FACTORIZATION = 20.0
-"""The floating-point operations of a decomposition, such as an SVD, per element and row. `flop_registry` has none."""
-
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
     """Create tensors and variables without memory. Reading their values raises an error."""
@@ -43,14 +40,12 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name, kind = func.name(), func.overloadpacket
-        if func.is_view or "empty" in name:
+        kind = func.overloadpacket
+        if func.is_view or "empty" in func.name():
             return out
         tensors = [x for x in keras.tree.flatten((args, kwargs, out)) if isinstance(x, torch.Tensor)]
         self.operations += 1
         self.work += _FLOPS_PER_BYTE * sum(tensor.nbytes for tensor in tensors)
         if kind in flop_registry:
             self.work += flop_registry[kind](*args, **kwargs, out_val=out)
-        elif "linalg_" in name and "norm" not in name:
-            self.work += _FACTORIZATION * tensors[0].numel() * min(tensors[0].shape[-2:], default=1)
         return out

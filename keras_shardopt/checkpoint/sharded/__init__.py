@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-import keras
-
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import check_built, communicating, from_rank_0, raise_together, raising_together
+from keras_shardopt.checkpoint.saving import (
+    check_built,
+    check_model,
+    communicating,
+    from_rank_0,
+    raise_together,
+    raising_together,
+)
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
 from keras_shardopt.checkpoint.sharded.state import restore
@@ -149,8 +154,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
 
 def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
     """Raise TypeError or ValueError unless a sharded checkpoint can be saved or loaded. Return the path."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
+    check_model(model)
     check_built(model)
     check_safetensors()
     return check.local_path(name, directory)

@@ -106,6 +106,12 @@ def test_optimizers_of_users_are_not_tried_without_values():
     assert keras.ops.ones(1).device.type != "meta"
 
 
+def test_sizes_replace_what_cannot_be_counted(monkeypatch):
+    monkeypatch.setattr(costs._work, "count", lambda call: 1 / 0)
+    made = variables([("a/kernel", (8, 512)), ("b/kernel", (512, 8))])
+    assert costs.update_costs(keras.optimizers.Muon(), made) == [(4096, 1)] * 2
+
+
 def test_each_kind_is_tried_once_and_element_wise_optimizers_never(monkeypatch):
     made = variables(TRANSFORMERS["GPT-2 small"])
     counted, real = [], costs._work.count
