@@ -1330,8 +1330,8 @@ FAULTS = [
     ),
     fault(
         "backends/torch/processes.py",
-        '"RANK": str(task.rank),',
-        '"RANK": str(task.size - 1),',
+        '"WORLD_SIZE": str(task.size),',
+        '"WORLD_SIZE": "1",',
         "promises/test_cluster_commands.py::test_copies_that_only_have_numbers_train_as_one_process",
     ),
     fault(
