@@ -17,6 +17,7 @@ FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
 # From the top down. A room imports from itself and from those below.
 ROOMS = [
     "keras_shardopt",
+    "doctor",
     "extensions",
     "launch",
     "compile_for",
@@ -261,9 +262,9 @@ def house():
 
 
 LIMITS = {
-    "rooms": 19,
+    "rooms": 20,
     "floors": 11,
-    "arrows": 78,
+    "arrows": 80,
     "rooms on circles": 0,
     "lines of the largest file": 560,
     "lines of cross_shard.py": 300,

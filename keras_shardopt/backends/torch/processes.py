@@ -129,6 +129,7 @@ _CALLS = {  # descriptions for announcements, by the name of the function that g
     "_watch": "begins a summary of each replica's gradients",
     "_means": "averages the weights of all ranks",
     "states": "gathers the weights of all ranks",
+    "facts_of_all": "runs the doctor",
 }
 
 
