@@ -115,7 +115,7 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _config(ranks: Ranks) -> Iterator[Finding]:
-    remedy = "Set it in the program, or copy one ~/.keras/keras.json to all machines."
+    remedy = "Set it in the program, or use one keras.json everywhere."
     return _difference(ranks, "keras", ERROR, remedy)
 
 
@@ -438,7 +438,7 @@ def _reproducible(ranks: Ranks) -> Iterator[Finding]:
         text = "not bitwise: operations on accelerators can be nondeterministic"
         found.append(Finding(WARNING, text, f"If it matters, set {variable}={value}.{more}"))
     same = f"runs with {ranks[0]['world']['replicas']} replicas, {name}={threads(ranks[0])} and one seed"
-    yield from found or [Finding(OK, f"{same} are bitwise equal; for other numbers of replicas: `VirtualReplicas`")]
+    yield from found or [Finding(OK, f"{same} are bitwise equal; see the page Reproducibility")]
 
 
 def _size(num_bytes: float) -> str:
