@@ -44,7 +44,7 @@ class Collective:
 
 
 def collectives(text: str, num_devices: int) -> list[Collective]:
-    """Returns the collectives in the text of an optimized HLO module. One without groups has all `num_devices`."""
+    """Returns the collectives in the text of an optimized HLO module. If it lists no groups, all devices take part."""
     bodies, entry = _computations(text)
     found: list[Collective] = []
     chains: set[tuple[str, str]] = set()

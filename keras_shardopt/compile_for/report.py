@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The least time of a step in seconds, per resource (compute, memory, links)."""
+        """The least seconds that a step needs of each resource (compute, memory, links)."""
         device = self.target.device
         return {
             "compute": self.flops / device.flops,
@@ -107,7 +107,7 @@ def table(compiled: Compiled) -> str:
         f"  temporary            {_mb(compiled.temporary)}",
         f"  output               {_mb(compiled.output)}, {_mb(compiled.aliased)} of it in the memory of arguments",
         "",
-        "collectives            number  bytes each    in a branch",
+        "collectives            number x bytes each",
         *_rows(compiled.collectives),
         f"sent by one device     {_mb(compiled.sent)}",
         "",
@@ -129,7 +129,7 @@ def _rows(collectives: Sequence[Collective]) -> list[str]:
         key = (each.kind, each.num_bytes, each.dtypes, each.in_branch)
         counts[key] = counts.get(key, 0) + 1
     return [
-        f"  {kind:20} {number:6}  {_mb(size):12}  {'yes' if in_branch else 'no':3}  {' '.join(dtypes)}"
+        f"  {kind:20} {number:6} x {_mb(size):12} in a branch: {'yes' if in_branch else 'no':3}  {' '.join(dtypes)}"
         for (kind, size, dtypes, in_branch), number in counts.items()
     ] or ["  none"]
 
