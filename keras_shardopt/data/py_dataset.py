@@ -53,12 +53,12 @@ class PartOfPyDataset(keras.utils.PyDataset):
         return self._batches[position if self._order is None else int(self._order[position])]
 
     def on_epoch_begin(self) -> None:
-        """Calls the other dataset's `on_epoch_begin` with random numbers that are equal on all processes."""
+        """Calls the whole dataset's `on_epoch_begin` with random numbers that are equal on all processes."""
         with same_random_numbers(self._seed, self._epoch, 0):
             self._batches.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Calls the other dataset's `on_epoch_end` with random numbers that are equal on all processes."""
+        """Calls the whole dataset's `on_epoch_end` with random numbers that are equal on all processes."""
         with same_random_numbers(self._seed, self._epoch, 1):
             self._batches.on_epoch_end()
         self._epoch += 1

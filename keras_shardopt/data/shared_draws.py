@@ -24,9 +24,10 @@ _num_calls = 0
 
 
 def count_call() -> None:
-    """Counts the end of a call on all processes. A call around it then takes the state of process 0 again.
+    """Counts the end of a `fit`, `evaluate` or `predict` call on all processes.
 
-    The inner call, started by a callback, may have drawn other random numbers on some processes.
+    If a callback made the call, the `fit` around it then takes the state of process 0 again, because the inner call may
+    have drawn other random numbers on some processes.
     """
     global _num_calls
     _num_calls += 1
@@ -72,7 +73,7 @@ class SharedDraws:
 def wait_for_batch_order(adapter: Any) -> None:
     """Makes the start of a `PyDataset`'s workers wait until their thread has drawn the order of batches.
 
-    Keras starts them inside `drawing()`. Without the wait, the thread could draw after that block.
+    Keras starts the workers inside `SharedDraws.drawing()`. Without the wait, the thread could draw after that block.
     """
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:

@@ -101,7 +101,7 @@ class PartOfSampler:
 class PartOfStream:
     """This process's rows of an `IterableDataset`: every n-th one, with n processes.
 
-    It reads and sets the attributes of the dataset, because a user's `worker_init_fn` may set them.
+    Its attributes are those of the dataset, because a user's `worker_init_fn` may set them.
     """
 
     _dataset: Any

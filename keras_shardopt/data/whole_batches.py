@@ -28,7 +28,7 @@ def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
 def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
     """Returns part `index` of a batch. `rows` has the number of rows of each part.
 
-    A part without rows gets the first row of the batch, because the model needs an input. It must not be counted.
+    A part without rows gets the first row of the batch, because the model needs an input. The caller must not count it.
     """
     total, start = sum(rows), sum(rows[:index])
     stop = start + rows[index]
@@ -71,7 +71,7 @@ def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
         if not hasattr(leaf, "dtype"):
             continue
         flat = leaf.reshape(-1) if hasattr(leaf, "reshape") else keras.ops.reshape(leaf, (-1,))
-        step = -(-flat.shape[0] // num_elements) | 1  # odd: an even step could always read the same columns
+        step = -(-flat.shape[0] // num_elements) | 1  # odd, because an even step could skip whole columns
         values = np.ascontiguousarray(_to_numpy(flat[::step]))
         content = repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
         found = zlib.crc32(content, zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found))
