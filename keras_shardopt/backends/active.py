@@ -1,4 +1,4 @@
-"""The current backend's `runtime`, `processes` and `placement`. Keras fixes its backend on import."""
+"""The current backend's `runtime`, `processes` and `placement`, chosen once: Keras fixes its backend on import."""
 
 from __future__ import annotations
 

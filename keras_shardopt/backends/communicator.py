@@ -1,7 +1,7 @@
 """The replicas and their collectives: the interface that each backend implements.
 
 A backend states facts (`num_replicas`, `replica_id`, `gradient_state`) and moves lists of tensors between replicas. It
-makes no decisions. A single replica is a backend too, so callers need not test for it.
+makes no decisions. A single replica has its own class (`SingleReplica`), so callers need no special case for it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class GradientState(enum.Enum):
-    """How far gradients are reduced when they reach the optimizer.
+    """Whether gradients have been summed or averaged over replicas when they reach the optimizer.
 
     `N` is the number of replicas, and `g_r` the gradient of replica `r`'s mean loss.
     """
 
     LOCAL = "local"
-    """Replica `r` holds `g_r`. The global mean is an all-reduce mean."""
+    """Replica `r` holds `g_r`. An all-reduce "mean" gives the global mean."""
 
     LOCAL_PRESCALED = "prescaled"
-    """Replica `r` holds `g_r / N`, because its loss was divided by `N`. The global mean is an all-reduce sum."""
+    """Replica `r` holds `g_r / N`, because its loss was divided by `N`. An all-reduce "sum" gives the global mean."""
 
     SUMMED = "summed"
     """Every replica holds the sum of all `g_r`. The global mean is that sum divided by `N`."""
@@ -37,7 +37,7 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """The reasons for or against the detected `gradient_state` of a step, found in the computation of its losses."""
+    """Whether the losses of a step confirm its detected `gradient_state`, and warnings about possible problems."""
 
     is_of_this_step: bool = True
     """Whether this step has computed losses that show the state of its gradients."""
@@ -52,12 +52,12 @@ class Communicator(abc.ABC):
     All replicas make the same calls in the same order. Results have the order of the arguments.
 
     A new backend implements `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`. If replicas
-    are processes, it sets `is_spmd` and `is_multi_process`. It overrides `split` and `members` if the defaults do not
-    work for groups, and `reduce_scatter`, `all_to_all` and `broadcast` for speed.
+    are processes, it sets `is_spmd` and `is_multi_process`. It overrides `split` and `members` if their defaults do not
+    work for groups of replicas, and `reduce_scatter`, `all_to_all` and `broadcast` for speed.
     """
 
     num_replicas: int
-    """The number of replicas: of all, or of those in a group made by `split`."""
+    """The number of all replicas or, in a communicator made by `split`, of the replicas in its group."""
 
     replica_id: Any
     """This replica's index: an int, or a scalar tensor if one traced program serves all replicas."""
@@ -100,7 +100,7 @@ class Communicator(abc.ABC):
 
         Its `num_replicas` and `replica_id` count the group's members, and its collectives stay inside the group.
         `gradient_state` remains the state over all replicas. All replicas call this together with the same `groups`:
-        equal-length lists of ids that cover every replica once. A single group returns this communicator.
+        equal-length lists of ids that cover every replica once. With a single group, the result is this communicator.
         """
         if len(groups) == 1:
             return self
@@ -178,7 +178,10 @@ class GlobalView(Communicator):
         return GradientState.GLOBAL
 
     def _refuse(self) -> NoReturn:
-        raise ValueError(f"Gradients are global already {self._place}. Use `CrossShard(..., gradients='auto')`.")
+        raise ValueError(
+            f"Gradients must not be reduced again: they are global already {self._place}. "
+            "Use `CrossShard(..., gradients='auto')`."
+        )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         self._refuse()
@@ -194,8 +197,8 @@ _MIN_BUCKET_BYTES = 2**20
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
     """Return the size limit of a bucket: at most `bucket_bytes`, for gradients of `num_bytes` in all.
 
-    A lower limit gives at least four buckets, unless they would be smaller than 1 MiB. All buckets but the last can
-    then be sent before the backward pass ends.
+    If `bucket_bytes` would give fewer than four buckets, the limit is a quarter of `num_bytes`, but at least 1 MiB.
+    With several buckets, all but the last can be sent before the backward pass ends.
     """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 

@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class Compressed(Communicator):
-    """The replicas of another communicator. Sums and means send float32 and float64 as `dtype`, a half precision.
+    """Wraps a communicator to send float32 and float64 as `dtype`, "float16" or "bfloat16", in sums and means.
 
     With `divides`, each replica divides its tensor by the number of replicas before sending. The sum then overflows
     only if the mean does.
@@ -68,7 +68,7 @@ def dtype_sent(dtype: str, compression: str | None) -> str:
 
 
 def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
-    """Return the number that divides each replica's tensor before sending, and the number that multiplies their sum."""
+    """Return the number that divides each replica's tensor before sending, and the factor of the received sum."""
     if op == "mean":
         return (num_replicas, 1) if divides else (1, 1 / num_replicas)
     return (num_replicas, num_replicas) if divides else (1, 1)

@@ -11,11 +11,11 @@ _lock = threading.Lock()
 
 
 class GradientScope:
-    """Facts about the gradients inside a `CrossShard`, for all optimizers in it, down to the next `CrossShard`."""
+    """Facts about the gradients of all optimizers inside a `CrossShard`. A nested `CrossShard` has another scope."""
 
     def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
         self.outer = outer
-        """The scope that contains the `CrossShard`, or None. Facts of that scope also apply in this one."""
+        """The scope around the `CrossShard`, or None. Facts of that scope also apply in this one."""
         self._group_axis = group_axis
         self._holds_slices = False
         self._updates_differ = False
@@ -23,12 +23,12 @@ class GradientScope:
 
     @property
     def group_axis(self) -> str | None:
-        """If replicas reduce in groups, the name of the axis along which reduced gradients still differ, or None."""
+        """The name of the axis along which reduced gradients still differ. None unless replicas reduce in groups."""
         return self._group_axis if self._group_axis is not None or self.outer is None else self.outer.group_axis
 
     @property
     def holds_slices(self) -> bool:
-        """Whether gradients are only this replica's slices. A norm over all elements must then be reduced."""
+        """Whether gradients are only this replica's slices. A norm must then be computed over all replicas."""
         return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
 
     @holds_slices.setter
@@ -53,8 +53,8 @@ class GradientScope:
     def reduced(self) -> Iterator[None]:
         """Mark gradients in this scope as reduced during the block.
 
-        The scope counts open blocks, because MirroredStrategy switches between the threads of replicas during an
-        update, and adds threads. Replicas enter and leave together.
+        The scope counts open blocks, because under MirroredStrategy each replica opens the block in another thread, and
+        an update can add threads. Replicas enter and leave together.
         """
         self._enter(1)
         try:
@@ -63,7 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to wrappers, outermost first. Stop at a `CrossShard`: inside it, its own scope holds."""
+        """Assign this scope to nested optimizers, outermost first. Stop at a `CrossShard`: it has a scope inside."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self
@@ -82,7 +82,7 @@ OUTSIDE = GradientScope()
 
 @contextlib.contextmanager
 def claim_reduction(cross_shards: Sequence[Any]) -> Iterator[None]:
-    """Mark the gradients of these `CrossShard`s as reduced, because a trainer reduces them in the block."""
+    """Mark gradients that reach these `CrossShard`s in the block as reduced, because the trainer reduces them."""
     with contextlib.ExitStack() as scopes:
         for optimizer in cross_shards:
             scopes.enter_context(optimizer._scope.reduced())

@@ -1,7 +1,7 @@
 """The job of this process, read from its launcher's environment variables.
 
-torchrun, `keras_shardopt.launch` and TensorFlow's and Keras' own variables describe a job to a framework. Commands such
-as `srun` and `mpirun` only number the copies of a program, so `join` derives the framework's variables from theirs.
+A framework reads some variables to connect the processes of a job. The user sets them, or a launcher such as torchrun.
+Commands such as `srun` only number the copies of a program, so `join` sets the framework's variables from the numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BACKENDS = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": ("jax", "JAX"),
     "TF_CONFIG": ("tensorflow", "TensorFlow"),
 }
-"""For each environment variable with the number of processes to connect, the backend and framework that read it."""
+"""The variables that hold the number of processes in a job, each with the backend and framework that read it."""
 
 _OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
 _COMMANDS = (
@@ -29,11 +29,12 @@ _COMMANDS = (
     ("mpirun", *(f"{_OPEN_MPI}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
     ("mpirun", *(f"{_MVAPICH}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
     ("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    # Not SLURM_NTASKS, which a batch script of one task has too.
+    # Not SLURM_NTASKS, because a batch script has it too, although it is a single process.
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID"),
 )
 """Commands that start copies of a program, each with the environment variables for the number of copies, the index of
-this one, the number of copies on this machine, and the index there. `mpirun` can run inside a step of `srun`."""
+this copy, the number of copies on this machine, and the index there. The first match counts, so `srun` comes last:
+`mpirun` can run inside a step of `srun`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Task:
 
     local_rank: int
     hosts: Sequence[str]
-    """The machine of each copy, of the first copy only, or none: `mpirun` does not name machines."""
+    """The machines of all copies, of the first copy only, or none, because `mpirun` does not name machines."""
 
     port: int
-    """The first of `size` ports on each machine that this job uses."""
+    """The first of the `size` successive ports that this job uses on each machine."""
 
     @property
     def address(self) -> str:
@@ -64,9 +65,9 @@ class Task:
         """
         if not self.hosts:
             raise RuntimeError(
-                f"Processes on several machines need an address of the first one, which `{self.command}` does not name."
-                f" Received: {self.size} processes, {self.local_size} of them on this machine. Set MASTER_ADDR and "
-                "MASTER_PORT for all of them, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
+                f"Processes on several machines need the address of the first machine, but `{self.command}` does not "
+                f"name it. Received: {self.size} processes, {self.local_size} of them on this machine. Set MASTER_ADDR "
+                "and MASTER_PORT for all of them, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
             )
         return self.hosts[0]
 
@@ -82,7 +83,8 @@ def started_by() -> Task | None:
     job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `srun --mpi=pmi2` sets PMI_SIZE too. Equal numbers do not show that: `mpirun` in a step has some of the step's.
+    # `srun --mpi=pmi2` also sets PMI_SIZE, so `mpiexec` without a local size is `srun`. Equal sizes would not show
+    # that, because `mpirun` in a step inherits some variables of the step.
     if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")
         hosts, local_size = _slurm_hosts(size, rank)
@@ -91,7 +93,7 @@ def started_by() -> Task | None:
     if local_size == size:
         hosts = ["127.0.0.1"] * size
     elif command not in ("srun", "flux run") and "MASTER_PORT" not in os.environ:
-        return Task(command, size, rank, local_size, local_rank, [], 0)  # the machines would choose different ports
+        return Task(command, size, rank, local_size, local_rank, [], 0)  # no port: each machine would choose another
     given = os.environ.get("MASTER_ADDR")
     hosts = [given, *hosts[1:]] if given else hosts
     port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)
@@ -99,14 +101,14 @@ def started_by() -> Task | None:
 
 
 def _starter() -> str:
-    """Return an id of the process that has started all copies on this machine, also if a script starts each program."""
-    with contextlib.suppress(OSError, AttributeError):  # `mpiexec` gives each copy a session
+    """Return the id of the process that started all copies on this machine, even if each program runs in a script."""
+    with contextlib.suppress(OSError, AttributeError):  # `mpiexec` starts the leader of each session
         return _stat(os.getsid(0))[1]
     return str(os.getppid())
 
 
 def _is_step() -> bool:
-    """Return whether `srun` has started this program, and not a shell (`srun --pty bash`) or an `sbatch` in it."""
+    """Return whether `srun` started this program, rather than a shell (`srun --pty bash`) or `sbatch` around it."""
     counts, here = _tasks_per_node(), os.environ.get("SLURM_GTIDS", "")
     if here and counts[_number("SLURM_NODEID") :][:1] not in ([], [here.count(",") + 1]):
         return False
@@ -119,7 +121,7 @@ def _is_step() -> bool:
 
 
 def _stat(process: object) -> list[str]:
-    """Return the state of a process in Linux, its parent, its group, its session, its terminal, and more."""
+    """Return fields of Linux' `/proc/<process>/stat`: state, parent, group, session, terminal, and more."""
     return pathlib.Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
 
 
@@ -129,13 +131,13 @@ def _number(variable: str, default: int = 0) -> int:
 
 
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
-    """Return the machine of each task of this SLURM step, or of the first, and the number of tasks on this machine."""
+    """Return the machines of all tasks of this SLURM step, or of the first, and the number of tasks on this machine."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     counts = _tasks_per_node()
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
-    # With another distribution of tasks than blocks, only the first task is certain to be on the first machine.
+    # By default, SLURM assigns tasks in blocks. Otherwise only the first task is certain to be on the first machine.
     is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    # All tasks must find the same. SLURM also calls one task per machine cyclic.
+    # All tasks must get the same result, so test the name too. SLURM also calls one task per machine cyclic.
     is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number("SLURM_NODEID")
     return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
@@ -171,14 +173,14 @@ def _in_ranges(ranges: str) -> list[str]:
 
 
 joined: list[str] = []
-"""The command whose copies `join` has connected, if it has."""
+"""The command that started the copies connected by `join`. Empty if `join` connected none."""
 
 
 def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
     """Set the environment variables that connect the copies of this program, unless a launcher has set them.
 
-    `own_rank` is the variable with the index of a process that launchers of this backend set. `variables` returns all
-    variables for a copy. Those that the user has set stay.
+    `own_rank` is the variable in which launchers of this backend set the index of a process. `variables` returns all
+    variables for a copy. A variable that the user has set keeps its value.
 
     Raises:
         RuntimeError: if the machine of the first copy is unknown, or the user's variables contradict the command.
@@ -216,7 +218,7 @@ def own_gpus(task: Task) -> None:
 
 
 def all_gpus_for_jax(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the variable that makes JAX use all these GPUs. Under `srun` and Open MPI it would choose one by index."""
+    """Return the variable that makes JAX use all these GPUs. Under `srun` and Open MPI, JAX would use only one."""
     given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     return {"JAX_LOCAL_DEVICE_IDS": given or ",".join(map(str, range(len(gpus))))} if gpus else {}
 
@@ -224,7 +226,7 @@ def all_gpus_for_jax(gpus: Sequence[str]) -> dict[str, str]:
 def visible_gpus() -> list[str]:
     """Return the GPUs that CUDA gives to this process, in the words of CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:  # CUDA ignores the list from its first invalid entry
+    if given is not None:  # CUDA ignores the first invalid entry and all after it
         return list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
     return [str(number) for number in sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))]
 

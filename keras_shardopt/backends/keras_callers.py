@@ -76,7 +76,7 @@ def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> types.FrameType:
-    # A thread of a framework has no user frame. The main thread is then waiting in a call by the user's program.
+    # A thread of a framework has no user frame. The main thread then waits in the user's call, so search it too.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:

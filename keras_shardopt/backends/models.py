@@ -1,6 +1,6 @@
 """Finds the optimizers of a model, and the models of a variable.
 
-Keras knows only `model.optimizer`, but a GAN can hold two optimizers as attributes. An optimizer has no reference to
+Keras has only `model.optimizer`, but a GAN can hold two optimizers as attributes. An optimizer has no reference to
 the models of its variables.
 
 Private names of Keras touched here (a test checks that each exists):
@@ -93,12 +93,12 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return the buffers that must be equal on all ranks now: those of a prepared model, except during an epoch."""
+    """Return the buffers that must be equal on all ranks: those of a prepared model, but none during an epoch."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """Return the variables in `layer.states`, with an entry per row. Keras does not track those of RNN layers."""
+    """Return the variables in `layer.states`, with an entry per row of a batch. Keras does not track those of RNNs."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
@@ -129,7 +129,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a method of the class: each call records its instance. The wrapper's attribute `scan` is `self.scan`."""
+        """Wrap a method of the class to record each instance. `patches.install` calls the wrapper's `scan`."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,8 +143,8 @@ class Living:
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
-        # The list of `gc.get_objects()` would also refer to tuples that other threads are still building. CPython would
-        # then raise SystemError in those threads.
+        # Do not use `gc.get_objects()`: its list would also refer to tuples that other threads are still building, and
+        # CPython would raise SystemError in those threads.
         found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
         # Sort, because all processes must list the instances in the same order.
         found.sort(key=lambda thing: (str(vars(thing).get("name", "")), type(thing).__name__))
@@ -178,11 +178,11 @@ class _Quiet:
 
 
 def mix_in(model: Any, mixin: type) -> None:
-    """Put the methods of a class in front of those of one model. Idempotent.
+    """Make the methods of the class `mixin` override those of one model. Idempotent.
 
-    `type(model)` becomes a subclass of both classes. `model.__class__` remains the user's class, because Keras stores
-    it in files, clones and pickles. `super()` in the mixin reaches methods previously set on the model. A method set
-    later overrides the mixin.
+    `type(model)` becomes a subclass of `mixin` and the user's class. `model.__class__` remains the user's class,
+    because Keras stores it in files, clones and pickles. `super()` in the mixin reaches methods that the user assigned
+    to the model earlier. A method assigned later overrides the mixin.
     """
     kind = type(model)
     if issubclass(kind, mixin):

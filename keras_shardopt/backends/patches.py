@@ -10,9 +10,9 @@
 | "skips" | the first optimizer that can skip updates |
 | "randomness" | the first optimizer that is built for several replicas |
 
-Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in, the replacement for a target, is `module:name`
-within the package. With `()`, it is a function that makes the new value from the old one. Each reason ends with the
-change in Keras that would make the row unnecessary.
+Tables have the form `{use: {target: (replacement, reason)}}`. A replacement is `module:name` within the package. If it
+ends with `()`, this function is called with the old value and returns the new one. Each reason ends with the change in
+Keras that would make the row unnecessary.
 
 Each framework has another table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
 `Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two more changes are

@@ -24,9 +24,9 @@ class Placement:
 
     A new backend with several replicas sets `state_sharding` and implements `fingerprints`. In `before_build` and
     `check`, it rejects setups that would train wrongly without an error. If one program holds several copies of a
-    variable, it implements `replica_values` and `assign_replica_values`; if each process holds one, `broadcast_state`.
-    If variables are created in a scope, it implements `colocate_with` and `outside_strategy`; if arrays lie on several
-    devices, `place`. `dividing_axes` only affects speed.
+    variable, it implements `replica_values` and `assign_replica_values`. If each process holds a copy, it implements
+    `broadcast_state`. If variables are created in a scope, it implements `colocate_with` and `outside_strategy`. If
+    arrays lie on several devices, it implements `place`. `dividing_axes` only affects speed.
     """
 
     state_sharding: StateSharding | None = None
@@ -35,10 +35,10 @@ class Placement:
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
-        """Called before building an optimizer that reduces gradients for these trainable variables.
+        """Prepare to build an optimizer that reduces gradients for these trainable variables.
 
-        Afterwards, replicas draw different random numbers in training steps. The `innermost` optimizers reduce nothing
-        while `optimizer.scope_inside.is_reduced`.
+        Afterwards, replicas draw different random numbers in training steps. The `innermost` optimizers do not reduce
+        gradients while `optimizer.scope_inside.is_reduced`.
 
         Raises:
             ValueError: if variables or optimizer were created for fewer replicas, or `shards_state` is impossible.
@@ -52,7 +52,7 @@ class Placement:
         is_loaded: bool = False,
         shards_state: bool = False,
     ) -> None:
-        """Called before each update, or before each trace. Warns if a loaded model trains on one device only.
+        """Check placement before each update, or each trace of one. Warn if a loaded model trains on one device only.
 
         Raises:
             ValueError: if these innermost optimizers would update the variables wrongly.
@@ -65,7 +65,7 @@ class Placement:
         return contextlib.nullcontext()
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Call `function()` outside any strategy or distribution. It then creates variables without other processes."""
+        """Call `function()` outside any strategy or distribution, so this process can create variables alone."""
         return function()
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
@@ -75,14 +75,15 @@ class Placement:
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         """Place new variables, with equal values on all replicas, on the devices of one program.
 
-        `how` is "replicated", "sharded" (as far as shapes allow), or "per_replica" (a new first dimension of zeros).
+        `how` is "replicated", "sharded" (as far as shapes allow), or "per_replica" (zeros for each replica, along a new
+        first dimension).
         Return the name of the replica axis, or None with one replica.
         """
         del variables, how
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """Return this process's copies of a variable, outside a step. Of an array in shards, return the first."""
+        """Return this process's copies of a variable, outside a step. If it is in shards, return the first one."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
@@ -114,9 +115,9 @@ class Placement:
         process, and also makes seeds equal.
 
         Returns:
-            The factor for this replica's first gradients: 1 if all weights were equal. Otherwise 0 on replicas with
-            other weights than the first process, because their gradients belong to those, and more than 1 on the
-            rest, so the mean is exact.
+            The factor for this replica's first gradients: 1 if all weights were equal. Otherwise 0 on replicas that had
+            other weights than the first process, because their gradients are of those weights. On the rest it is more
+            than 1, so the mean over replicas is exact.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ.

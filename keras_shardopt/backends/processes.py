@@ -41,12 +41,12 @@ class World:
     """Whether `model.fit` needs this setup even after the `with` block."""
 
     forget: Callable[[], None] = lambda: None
-    """Called when `data_parallel()` is closed for good, not each time it is left: forgets its number of replicas."""
+    """Resets the recorded number of replicas. Called when `data_parallel()` is closed for good, not at each exit."""
 
 
 @contextlib.contextmanager
 def seeding_without_tensorflow() -> Iterator[None]:
-    """Keep `keras.utils.set_random_seed` from importing TensorFlow. It still seeds TensorFlow if that is imported."""
+    """Keep `keras.utils.set_random_seed` from importing TensorFlow. If the program has imported it, seed it."""
     in_keras = rng_utils.tf
     if "tensorflow" not in sys.modules:
         rng_utils.tf = types.SimpleNamespace(available=False)
@@ -57,12 +57,13 @@ def seeding_without_tensorflow() -> Iterator[None]:
 
 
 def different_calls_message(calls: dict[int, str], noun: str, more: str = "") -> str:
-    """Return the error message for processes or ranks that make different calls. `calls` maps each number to a call."""
+    """Return the error message for processes or ranks that make different calls. `calls` is keyed by their numbers."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
         f"same models, and stop together. Received: {received}{more}. "
-        f"If a callback stops training, let it use an epoch's logs after `prepare`: all {plural(noun)} have equal logs."
+        "A callback that stops training must decide from the logs of an epoch of a prepared model, because they are "
+        f"equal on all {plural(noun)}."
     )
 
 
@@ -76,8 +77,8 @@ def check_same_calls(
 ) -> None:
     """Raise ValueError on all processes if they make different calls. `kinds` has a number for each process's call.
 
-    For the error, processes then exchange descriptions. `call` describes this process's call, in words that follow
-    "rank 0". `gather_letters` gathers lists of character codes, of equal lengths.
+    For the error, processes then exchange descriptions. `call` describes this process's call and completes
+    "rank 0 ...", such as "saves a model". `gather_letters` gathers lists of character codes, of equal lengths.
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -93,7 +94,7 @@ def gather_pickled(
 ) -> list[Any]:
     """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
-    `gather_length` gathers one int per process: the length, before the data. By default, `gather` does.
+    `gather_length` gathers one int per process, the length of its data. By default, `gather` does that too.
     """
 
     def gathered() -> list[Any]:
@@ -121,7 +122,7 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait as `Processes.barrier` does, without a collective that could be confused with one of other processes.
+    """Wait as `Processes.barrier` does. It uses no collective, because others could pair it with a different one.
 
     `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
     and this one's index, and `noun` "process" or "rank".
@@ -138,8 +139,8 @@ def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, secon
             store.delete_key(keys[mine])
             raise MissingCallError(
                 f"All {plural(noun)} must {purpose} together. Received: no call on "
-                f"{noun if len(missing) == 1 else plural(noun)} {', '.join(map(str, missing))}, {seconds:g} s after "
-                f"the one on {noun} {mine}. {advice}"
+                f"{noun if len(missing) == 1 else plural(noun)} {', '.join(map(str, missing))} within {seconds:g} s "
+                f"after {noun} {mine} called. {advice}"
             )
         time.sleep(0.005)
     num_barriers[purpose] = number + 1
@@ -154,7 +155,7 @@ class Processes:
     """
 
     needs_initial_broadcast: bool = False
-    """Whether processes initialize different weights; `Placement.broadcast_state` then copies them."""
+    """Whether processes can initialize different weights. `Placement.broadcast_state` then makes them equal."""
 
     def creates_variables_collectively(self) -> bool:
         """Return whether processes communicate to create a variable. Different optimizers would then make them hang."""
@@ -165,7 +166,7 @@ class Processes:
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
-        """Wait until all processes have called with this purpose. After a timeout, a process may call again.
+        """Wait until all processes have made this call with this purpose. After a timeout, a process may call again.
 
         Raises:
             RuntimeError: with `advice`, if a process does not arrive within `seconds`.

@@ -46,7 +46,7 @@ class Runtime:
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
 
     def is_concrete(self, value: Any) -> bool:
-        """Return whether the value is available now, not only when the trace runs."""
+        """Return whether the value is available now, not only when the traced step runs."""
         return True
 
     def cond(
@@ -61,10 +61,10 @@ class Runtime:
     ) -> None:
         """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
 
-        `update` assigns only `variables`. With `communicates`, it can reduce over replicas. The condition must then be
-        equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. With `apart`, each
-        replica has its own condition, and `update` reduces nothing. With `mostly`, the condition is usually true, so a
-        compiled program can compute every update and discard the result if the condition is false.
+        `update` assigns only `variables`. With `communicates`, `update` can reduce over replicas. The condition must
+        then be equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. With
+        `apart`, each replica has its own condition, and `update` reduces nothing. With `mostly`, the condition is
+        usually true, so a compiled program can compute every update and discard it if the condition is false.
         """
         del variables, communicates, apart, mostly
         # `bool(condition)` would add a graph break in torch.compile.
@@ -76,7 +76,7 @@ class Runtime:
     ) -> None:
         """Raise an error if a scalar bool tensor is true.
 
-        Frameworks that cannot raise errors inside a compiled step check only values outside it.
+        A framework that cannot raise errors inside a compiled step does nothing there.
 
         Args:
             condition: equal on all replicas.
@@ -93,11 +93,11 @@ class Runtime:
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
-        """Call `function` on each replica, with its entries of stacked tensors, in nested lists and dicts.
+        """Call `function` on each replica with its entries of `stacked`: tensors with a first dimension of replicas.
 
-        `function` returns a list of tensors, a nest that is equal on all replicas, and a nest of per-replica tensors.
-        The result stacks the last. `axes` has, for each tensor of the list, the dimension along which a replica returns
-        a slice, or None if it returns the full tensor.
+        `function` returns a list of tensors, a nest (lists and dicts) that is equal on all replicas, and a nest of
+        per-replica tensors. `map_replicas` returns the third stacked. `axes` has, for each tensor of the list, the
+        dimension along which a replica returns a slice, or None if it returns the full tensor.
         """
         del function, stacked, axes
         raise NotImplementedError("This Keras backend does not stack per-replica tensors.")
@@ -127,7 +127,7 @@ class Runtime:
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Add a tensor, or nothing for None, to each variable. If `starts` is true, assign it, or zeros, instead.
+        """Add each value to its variable. If `starts` is true, assign it instead. None stands for zeros.
 
         `variables` can be tensors if Python runs in each step.
         """

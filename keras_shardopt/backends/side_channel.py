@@ -28,7 +28,7 @@ from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast
 NUM_MARKS = 20
 
 NUM_FLAGS = NUM_MARKS + 2
-"""The number of flags in addition to one per gradient."""
+"""The number of flags besides one per gradient: the marks, and two for whether the replica still trains."""
 
 _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
 
@@ -87,7 +87,7 @@ class ReceivedFlags:
     """The number of replicas on which each flag is set. Approximate, because flags can be summed in half precision."""
 
     all_read: bool
-    """Whether all replicas read the flags, and can therefore communicate again."""
+    """Whether all replicas read the flags, so they can communicate again before an error."""
 
     @property
     def present(self) -> list[bool]:

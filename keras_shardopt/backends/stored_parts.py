@@ -65,7 +65,7 @@ def host_copy(tensor: Any) -> np.ndarray:
 
 
 def reuse(parts: Iterable[Part]) -> None:
-    """Keep the arrays of parts, and no others, for the next copies. Nothing else may use them."""
+    """Keep the arrays of these parts, and no others, for the next copies. The caller must not use them any longer."""
     _buffers.clear()
     for part in parts:
         if part.values.flags.c_contiguous and part.values.flags.writeable:
@@ -99,7 +99,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
     if _arrays is not None:
         return _arrays.own_parts(variable)
     shape, dtype = tuple(variable.shape), dtype_of(variable)
-    # On all processes: on TensorFlow, some variables can only be read by all together.
+    # Read on every process, because on TensorFlow all must read some variables together.
     flat = ops.reshape(ops.convert_to_tensor(variable), (-1,))
     start, stop = even_range(math.prod(shape), process)
     if start == stop and process[1]:
@@ -108,7 +108,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
 
 
 def assign_stored(variable: Variable, array: Any) -> None:
-    """Assign an array of a checkpoint to a variable. The array reads only the elements that are used from files."""
+    """Assign an array of a checkpoint to a variable. Only the elements in use are read from files."""
     if _arrays is not None:
         _arrays.assign_stored(variable, array)
     else:

@@ -11,6 +11,6 @@ _before_devices = for_backend({"jax": "keras_shardopt.backends.jax.processes"})
 
 
 def warn(words: str, category: type[Warning] = UserWarning) -> None:
-    """Warn on process 0 only: all processes make the same calls."""
+    """Warn on process 0 only, because all processes make the same calls."""
     if processes.process()[1] == 0 if _before_devices is None else _before_devices.is_first():
         runtime.no_compile(warn_user, words, category)

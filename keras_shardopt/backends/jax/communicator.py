@@ -71,7 +71,7 @@ class MappedAxis(Communicator):
         if not tensors:
             return []
         if self._groups is not None and op != "max" and self._tracks_varying:
-            # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
+            # Gather and add, because shard_map(check_vma=True) has no sum within groups, up to JAX 0.10 at least.
             note("all_gather", tensors, self.world.num_replicas)
             over_members, members = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op], self.members
             return [over_members(jax.lax.all_gather(t, self._axis)[members], axis=0) for t in tensors]
@@ -109,7 +109,7 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 def spans_processes(num_replicas: int) -> bool:
     """Return whether the replicas are the devices of several processes, judged by their number."""
-    # An axis over the devices of one process would be smaller.
+    # The replicas of a single process would be fewer than the devices of all processes.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 

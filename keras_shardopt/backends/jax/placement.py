@@ -32,13 +32,13 @@ Axes = list[tuple[str, ...]]
 
 
 def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
-    """Return a layout that divides an array along the other axes of the mesh too, into as many parts as possible.
+    """Return `axes`, extended by the mesh axes that it does not use, to divide an array into as many parts as possible.
 
-    It prefers one dimension for all these axes, then dimensions that `axes` leaves whole, then the first ones.
+    It prefers one dimension for all added mesh axes, then dimensions that `axes` does not divide, then the first ones.
 
     Args:
         shape: the shape of the array.
-        axes: the layout of the model.
+        axes: the layout of the array in the model.
         mesh: the size of each axis of the mesh.
     """
     used = [name for names in axes for name in names]
@@ -97,8 +97,9 @@ class JaxPlacement(Placement):
             if active and theirs != active:
                 made = f"for {len(theirs)} other devices than" if theirs else "before"
                 raise ValueError(
-                    f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
-                    "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
+                    f"`{variable.path}` must be on all devices of the active distribution. Received: a variable that "
+                    f"was made {made} the active distribution over {len(active)} devices. Build the model inside "
+                    "`with keras_shardopt.data_parallel():`, or after `set_distribution`."
                 )
         # Skip `shard_map` and `pmap`: they have no layouts, and the caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -218,7 +219,7 @@ def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
 
 
 def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
-    """Lay a tensor out whole on each device, or divided by rows. Inside `shard_map` it stays unchanged."""
+    """Place a tensor on all devices, divided by rows or whole on each. Inside `shard_map`, return it unchanged."""
     distribution = keras.distribution.distribution()
     if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
         return tensor
@@ -318,7 +319,7 @@ def _state_axes(variable: Variable, distribution: Any) -> Axes:
 
 
 def _mesh_of(distribution: Any) -> dict[str, int]:
-    """Return the size of each axis of the mesh, first that of the replicas."""
+    """Return the size of each axis of the mesh, beginning with the axis of replicas."""
     mesh = distribution.device_mesh
     sizes = dict(zip(mesh.axis_names, mesh.shape))
     first = distribution.batch_dim_name
@@ -326,7 +327,7 @@ def _mesh_of(distribution: Any) -> dict[str, int]:
 
 
 def _sharding(axes: Axes, distribution: Any) -> jax.sharding.NamedSharding:
-    # A `TensorLayout` cannot divide one dimension along two axes.
+    # Not a `TensorLayout`, because that cannot divide one dimension along two axes of the mesh.
     spec = jax.sharding.PartitionSpec(*[names if len(names) > 1 else next(iter(names), None) for names in axes])
     return jax.sharding.NamedSharding(distribution.device_mesh.backend_mesh, spec)
 
@@ -337,7 +338,7 @@ def _stack(variables: Sequence[Variable], distribution: Any) -> None:
     num_replicas = mesh.pop(name)
     for variable in variables:
         row = [tuple(n for n in names if n != name) for names in _axes_of(variable)]
-        # `replica_values` needs whole rows in each process.
+        # With several processes, leave rows whole, because `replica_values` needs whole rows in each process.
         row = with_free_axes(variable.shape, row, mesh) if jax.process_count() == 1 else [() for _ in row]
         variable._layout = _sharding([(name,), *row], distribution)
         zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
@@ -363,7 +364,7 @@ def _under(distribution: Any) -> Iterator[None]:
 
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
     """Put `array` on each device of this process that has a copy of `like`."""
-    # `like.addressable_shards` is unreadable if Keras placed it on one device of each process.
+    # Do not read `like.addressable_shards`: it fails if Keras placed `like` on one device of each process.
     copies = [jax.device_put(array, device) for device in sorted(like.sharding.addressable_devices, key=lambda d: d.id)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
 

@@ -111,7 +111,7 @@ processes = JaxProcesses()
 
 
 def is_first() -> bool:
-    """Return whether this is process 0. `jax.process_index` would create the devices."""
+    """Return whether this is process 0, without `jax.process_index`, because that would create the devices."""
     if jax.distributed.is_initialized():
         return bool(distributed.global_state.process_id == 0)
     return os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0") == "0"
@@ -126,7 +126,7 @@ def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
     # Check `is_initialized` first, because `process_count` would create the devices.
     if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ValueError(
-            "`timeout` cannot be set here for several processes, because JAX has connected them. "
+            "`timeout` cannot be set here for several processes, because JAX has already connected them. "
             f"Received: timeout={timeout.total_seconds():g} s. Set it in JAX: "
             "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
         )
@@ -216,7 +216,7 @@ def _leave_at_once_on_errors() -> None:
 def announce(call: str, number: int = 0) -> list[int]:
     """Announce to all processes the call that they are about to make together. Return the int32 `number` of each.
 
-    `call` describes the call in words that follow "process 0", equal on all processes.
+    `call` describes the call and completes "process 0 ...", such as "saves a model". It is equal on all processes.
 
     Raises:
         ValueError: on every process, if processes announce different calls.
@@ -261,7 +261,7 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-# The beginnings of XLA's messages about other processes. RESOURCE_EXHAUSTED, for example, is an error of this process.
+# The beginnings of XLA's messages about lost processes. Others, such as RESOURCE_EXHAUSTED, are about this process.
 _LOST_CONNECTION = re.compile(
     "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
 )
@@ -298,7 +298,7 @@ def predicting_together() -> Iterator[None]:
 
 
 class _OverProcesses(keras.distribution.DataParallel):
-    """A distribution over several processes. Raises a clear error before Keras fails."""
+    """A distribution over several processes. Raises a clear error before Keras' `predict` fails with an unclear one."""
 
     @property
     def auto_shard_dataset(self) -> bool:
@@ -306,7 +306,7 @@ class _OverProcesses(keras.distribution.DataParallel):
         if is_running("predict", _KERAS_TRAINER) and not _predicts_together.get():
             raise RuntimeError(
                 "Over several processes, `predict` needs a prepared model and the same data on all of them. Received: "
-                f"{jax.process_count()} processes, and an unprepared model, a part of the data, `auto_shard=False` or "
+                f"{jax.process_count()} processes, with an unprepared model, different data, `auto_shard=False` or "
                 "`gather=False`. Call `keras_shardopt.prepare(model)`. Or predict with a copy in one process: "
                 "`weights = model.get_weights()`, close `data_parallel()`, then `copy = "
                 "keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
@@ -319,11 +319,11 @@ MADE_HERE = "_keras_shardopt_made_here"
 
 
 def _make_cpu_devices(num_replicas: int | None) -> None:
-    # JAX raises an error if `XLA_FLAGS` also sets the number.
+    # If `XLA_FLAGS` sets the number, keep it, because JAX does not allow both.
     given = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     before = jax.config.jax_num_cpu_devices
     wanted = before if given or num_replicas is None else num_replicas
-    # RuntimeError: JAX is already running. The caller checks its number of devices.
+    # If JAX is already running, this raises RuntimeError. The caller then checks the number of devices.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", wanted)
         _give_threads(int(given[1]) if given else wanted)

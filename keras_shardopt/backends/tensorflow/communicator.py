@@ -61,8 +61,8 @@ class ReplicaContext(Communicator):
             return [tf.reduce_max(stack, axis=0) for stack in self._stacks(tensors)]
         reduced: list[Tensor] = [None] * len(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            # One call per dtype: the strategy packs these tensors into as few transfers as possible. With several
-            # dtypes, it fails.
+            # One call per dtype: the strategy packs its tensors into as few transfers as possible. A call with several
+            # dtypes fails.
             alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             note("all_reduce", [tf.convert_to_tensor(tensors[i]) for i in alike], self.num_replicas)
             with _explaining_merge_calls():
@@ -78,10 +78,10 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate the members' tensors on each device. With `takes_part`, use only the slices for its replica."""
+        """Concatenate the tensors of a replica's group on its device. With `takes_part`, only their slices for it."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
-                "Coded gradients on TensorFlow need `MirroredStrategy`, in one process. Received: replicas of another "
+                "Codecs of gradients need `MirroredStrategy` on TensorFlow, in one process. Received: another "
                 'strategy. Use `compression="bfloat16"`, or omit `compression`.'
             )
         replicas = range(self.world.num_replicas)
@@ -185,9 +185,9 @@ _MIXTURE = (
 
 _READ = (
     "`CrossShard` cannot determine whether this step divides its loss by the number of replicas. Received: a step that "
-    "reads the number of replicas, and a loss that does not contain it, so `CrossShard` averages the gradients of the "
-    'replicas. Use `CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` '
-    "if the step divides elsewhere."
+    "reads the number of replicas, but does not use it in the loss. So `CrossShard` averages the gradients of the "
+    'replicas. If the loss is not divided, use `CrossShard(..., gradients="local")`. If the step divides it elsewhere, '
+    'use `CrossShard(..., gradients="prescaled")`.'
 )
 
 

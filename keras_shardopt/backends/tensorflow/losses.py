@@ -199,7 +199,7 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         graph = _graph_of(target)
         here = [tensor for tensor in divided if _graph_of(tensor) is graph]
         found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
-        # If divided losses are in other graphs, be uncertain, because a traced function can contain one.
+        # If divided losses are in other graphs, do not call this loss bare, because it can contain one of them.
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)

@@ -62,7 +62,7 @@ class TensorFlowProcesses(Processes):
             strategy = tf.distribute.get_strategy()
             if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:
                 raise ValueError(
-                    "`timeout` cannot be set here for several processes, because the strategy has connected them. "
+                    "`timeout` cannot be set here for several processes, because the strategy connected them earlier. "
                     f"Received: timeout={timeout.total_seconds():g} s. Set it in TensorFlow before the strategy: "
                     "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
                     "heartbeat_timeout_in_ms=...)`, or `tf.distribute.experimental.CommunicationOptions("
@@ -107,9 +107,9 @@ processes = TensorFlowProcesses()
 
 
 def announce(call: str, number: int = 0) -> list[int]:
-    """Announce to all workers the call that they are about to make together. Return a 32-bit number of each.
+    """Announce to all workers the call that they are about to make together. Return the `number` of each.
 
-    `call` is as in `announce` of the JAX backend.
+    `number` has 32 bits, and `call` is as in `announce` of the JAX backend.
     """
     strategy = tf.distribute.get_strategy()
     gathered = _gathered(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
@@ -167,7 +167,7 @@ _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDi
 
 
 def optimizer_created(optimizer: Optimizer) -> None:
-    """Note a new optimizer's number of replicas. For the first one, also start detecting losses divided by it."""
+    """Record a new optimizer's number of replicas. The first call also starts to detect losses divided by it."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
     _make_trainer_raise(strategy)
@@ -232,7 +232,7 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
 
 _DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
 """The environment variable with a worker's number of CPU devices. `keras_shardopt.launch` sets it, because TensorFlow
-has none."""
+has no such variable."""
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
@@ -249,7 +249,7 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
 
 
 _strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
-"""The only strategy made from `TF_CONFIG`, by its timeout. One per program, as TensorFlow starts its server once."""
+"""The only strategy made from `TF_CONFIG`, by its timeout. One per program: TensorFlow starts its server once."""
 
 
 def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
@@ -260,7 +260,7 @@ def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | No
     if timeout not in (None, made_with):
         raise ValueError(
             "`timeout` must be set in the first `data_parallel()` of a program, which connects the workers. "
-            f"Received: timeout={timeout.total_seconds():g} s, after a scope with a different one. Set it there."
+            f"Received: timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Set it there."
         )
     if num_replicas not in (None, strategy.num_replicas_in_sync):
         raise ValueError(

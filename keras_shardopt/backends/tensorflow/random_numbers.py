@@ -2,8 +2,8 @@
 
 All replicas have equal copies of a seed generator's state, and would draw the same dropout mask and noise for their own
 rows. On a replica, a multiple of its id is therefore added to every seed drawn from a generator. States remain equal,
-so files hold the states of a single device. Replica 0 draws the numbers of a single device. Integer seeds are
-unchanged.
+so files hold the same states as after training on one device. Replica 0 draws the same numbers as one device. Integer
+seeds are unchanged.
 
 Private names of Keras touched here (a test checks that each exists):
     `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - returns the seed for each draw.

@@ -38,7 +38,7 @@ def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any
 def _restore_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
     """Call `update()`, then restore this replica's copies of `variables` if `condition` is false.
 
-    Replicas must assign weights together, so no replica can do it inside a condition that only it computes.
+    Replicas must assign weights together, so none can assign inside a condition that differs between replicas.
     """
     before = [tf.identity(keras.ops.convert_to_tensor(variable)) for variable in variables]
     update()

@@ -77,8 +77,8 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def report_failure(self, words: str, first_member: int) -> None:
-        # A collective is impossible, because other groups run other code now. All members of a group count the same
-        # failures, so they write the same id.
+        # Use the store, because ranks of other groups now run other code, and join no collective. All members of this
+        # group write the same id, because they count the same failures.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         report_failure(f"{first_member}/{self._num_failures}", words)
@@ -146,7 +146,7 @@ class TorchProcessGroup(Communicator):
     def _scattered(self, tensor: Tensor) -> Tensor:
         group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
-            # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
+            # Not a reduce-scatter, because gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
             gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
             with naming_missing_ranks():
@@ -174,7 +174,7 @@ class TorchProcessGroup(Communicator):
         with naming_missing_ranks(under_way):
             work, result = self.begin(kind, tensors)
             under_way.append(work)
-            del work  # or this frame would hold it after a failure, and keep its connections open
+            del work  # or this frame would keep its connections open after a failure
             wait_for(under_way[0])
         return result()
 

@@ -17,7 +17,7 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 CALL = "reduces the gradients of an update"
-"""The words for a reduction of gradients in error messages, after "rank 0"."""
+"""Completes "rank 0 ..." in error messages about a reduction of gradients."""
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class FlatBucket:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collectives that send this bucket, each with the tensors sent or others of their sizes."""
+        """The collectives that send this bucket, each with its tensors, or with tensors of the same sizes."""
         return [("all_reduce", [self.flat])]
 
     @property

@@ -18,9 +18,9 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @torch.no_grad()
 def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
-    """Give stand-ins, variables that each hold a slice of a weight, the current values of the weights.
+    """Give variables that each hold a slice of a weight the current values of that slice, without a copy if possible.
 
-    Each part is a stand-in, its weight, and the start and end of the slice in the flattened weight.
+    Each of `parts` is such a variable, its weight, and the start and end of the slice in the flattened weight.
     """
     own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
     for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
@@ -73,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a new tensor of `size` elements, in one row per rank: `own` in this row, and zeros elsewhere."""
+        """Return a new tensor of `size` elements, with a row for each rank: `own` in row `row`, and zeros elsewhere."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made

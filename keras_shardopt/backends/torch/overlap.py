@@ -5,14 +5,14 @@ full bucket is sent at once. The last bucket waits for the end of the backward p
 show which gradients this rank has. After `loss.backward()`, `.grad` is global.
 
 If a rank sends nothing during the backward pass, `reduce` sends the same buckets afterwards. In each step, each rank
-can therefore decide when to send. It sends early only in the step of Keras' trainer, because that calls `scale_loss`,
-`backward` and `apply` in this order.
+can therefore decide when to send. A rank sends during the backward pass only in the step of Keras' trainer, because
+that calls `scale_loss`, `backward` and `apply` in this order.
 
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
 `.grad` is then NaN. A later gradient of the same variable is sent separately and added.
 
-With accumulated gradients, a rank sends only in the last micro-batch: the mean of all. Finite checks test one sum per
-bucket. If a sum is not finite, all ranks together check each gradient.
+With accumulated gradients, a rank sends only in the last micro-batch of an update, the mean over all micro-batches.
+Finite checks test one sum per bucket. If a sum is not finite, all ranks together check each gradient.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of
@@ -60,8 +60,8 @@ class Buckets:
         compression: None, "float16" or "bfloat16", the dtype of float32 and float64 when sent and summed.
         checks_finite: whether to find non-finite gradients.
         slices: with sharded state, the slices of each rank. Otherwise None.
-        made: for coded gradients, a function that creates the buckets, and one that makes a `Transfer`, the coding of
-            one reduction, for each reduction. (None, None) otherwise.
+        made: with a codec, a function that creates the buckets, and a function that creates a `Transfer`
+            (`update/transport.py`) for each reduction. Without a codec, (None, None).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Buckets:
             )
         if self._num_sent % len(self._buckets):
             # This rank's previous backward pass failed, and other ranks still wait for its remaining buckets. Send
-            # them. If gradients can be sent again, other ranks then repeat theirs along with this rank's next ones.
+            # these. If gradients can be sent again, other ranks then repeat theirs along with this rank's next ones.
             self._was_late, self._has_lost = True, not self._can_resend
             self._reduced([False] * len(self._variables), [None] * len(self._variables), None)
         self._forget()
@@ -145,8 +145,8 @@ class Buckets:
     def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
-        `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, `window` is given in the
-        last micro-batch. It maps the gradient of that batch, or None, to the gradient of all.
+        `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, the caller passes
+        `window` in the last micro-batch, to turn its gradients into those of all micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -238,7 +238,7 @@ class Buckets:
 
         found = self._reduced(present, given, self._trainable)
         if found is None:  # on some rank, a gradient has changed after it was sent
-            # Repeat everything. If this rank was late, it sends at the end from now on.
+            # Repeat everything. If it was on this rank, this rank sends only after backward passes from now on.
             self._overlaps = not self._was_late
             if self._can_resend:
                 found = self._reduced_at_the_end(given(), self._counts, self._trainable)
@@ -329,7 +329,8 @@ class Buckets:
     # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        if not self._counts:  # without rows, a codec needs a gradient of zeros to send its residuals
+        # A rank without rows sends zeros: None, or a tensor for a codec, because it adds earlier coding errors.
+        if not self._counts:
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
 
@@ -343,7 +344,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients, and again if any rank's changed meanwhile. `adds`: add the sums to earlier results."""
+        """Send all gradients, and repeat if any rank's changed meanwhile. With `adds`, add sums to earlier results."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -447,7 +448,7 @@ class Buckets:
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
         # A sum is not finite if an element is not, or if the sum overflows. Ranks can add in different orders, so their
-        # sums can differ. Only a check of elements has the same result on all ranks, and can decide on a collective.
+        # sums can differ. A check of elements has the same result on all ranks, so only that decides on a collective.
         device = self._flags.device
         is_finite = torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()
         if not self._can_resend:
@@ -479,7 +480,10 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf`. A nonfinite gradient has position `mine` here, `place` in the sums (0: none)."""
+        """Return `Step.found_inf`.
+
+        `mine` and `place` are positions of the first non-finite gradient, of this rank and of the sums: from 1, or 0.
+        """
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
         with naming_missing_ranks():

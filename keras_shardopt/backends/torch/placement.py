@@ -74,7 +74,7 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
             f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, with gradients reduced by Keras. Train "
             "with the inner optimizer, without `CrossShard`, or use `data_parallel()` instead."
         )
-    # Both modules are slow to import. Until they are imported, nothing is sharded.
+    # Do not import these modules: they are slow, and until the program imports them, nothing is sharded.
     kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
     module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
     divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]

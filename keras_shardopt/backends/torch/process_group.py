@@ -2,12 +2,12 @@
 
 If a rank dies or stalls, a collective fails on some other ranks, at once or after the timeout, with an error that names
 a socket. The first rank to fail closes its connections, so collectives fail on all ranks. Each rank then writes a sign
-of life to the store, the key-value store through which ranks connect, and looks for the signs of the other ranks.
+of life to the store, the key-value store through which ranks connect, and reads the signs of the other ranks.
 
-With different calls, ranks would send tensors of different sizes, and "gloo" would abort the process. Before a joint
-call, each rank therefore announces it in a fixed-size message in a separate group (`announce`). An announcement can
-cover several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the store. Waiting
-ranks poll the store (`wait_for`).
+If ranks made different calls, they would send tensors of different sizes, and "gloo" would abort the process. Before a
+call of all ranks, each rank therefore announces it in a fixed-size message in a separate group (`announce`). An
+announcement can cover several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the
+store. Waiting ranks poll the store (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
 default group, whoever opened it. (test_private_names.py checks that it exists.)
@@ -52,7 +52,7 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""The time for which a waiting rank ignores a note, because its writer perhaps only ended the step earlier."""
+"""The time for which a waiting rank ignores a note: perhaps the note's rank has only ended the same step earlier."""
 
 
 class _Group:
@@ -119,7 +119,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:
-        # One store for all groups: rank 0 can host it, and other ranks could connect to an earlier one.
+        # Use one store for all groups. If rank 0 hosted one for each, other ranks could connect to an earlier one.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
         # Each group has a prefix, or its ranks would read the addresses of the previous group. It includes the attempt,
@@ -141,8 +141,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    It is separate from the group of gradients, so ranks can send statistics and gradients in different orders. An
-    exception: if buckets of gradients wait for each other, ranks must use one order.
+    It is separate from the group of gradients, so ranks can send statistics and gradients in different orders. Only if
+    buckets of gradients wait for each other (`SlicedBucket`), all ranks must use the same order.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -180,7 +180,7 @@ def close_group(has_failed: bool = False) -> None:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Wait for all ranks, within the group's time limit. Ranks that fail later also report the missing rank.
+    """Wait for all ranks, within the group's time limit. If a rank is missing, ranks that fail later report it too.
 
     Raises:
         RuntimeError: as `Processes.barrier`, or if the store is gone.
@@ -240,7 +240,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def announce(call: str, *numbers: int) -> list[list[int]]:
     """Announce to all ranks the call that they are about to make together. Return each rank's two `numbers`.
 
-    `call` describes the call in words that follow "rank 0", equal on all ranks. Missing numbers are 0.
+    `call` describes the call and completes "rank 0 ...", such as "saves a model". It is equal on all ranks. Missing
+    numbers are 0.
 
     Raises:
         ValueError: on every rank, if ranks announce different calls.
@@ -343,7 +344,7 @@ def _error_elsewhere(group: _Group, announcement: int) -> str | None:
     found: list[str] = []
 
     def read_notes() -> None:
-        # Read `_AWAY` only in a step of all ranks: if a group of ranks trains, other ranks can announce other calls.
+        # Read `_AWAY` only in a step of all ranks: if only some ranks train, the others can announce other calls.
         if not announcement and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
@@ -372,7 +373,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
 
 def gather_objects(value: Any, call: str) -> list[Any]:
     """Return the picklable values of all ranks, in order. `call` is as in `announce`."""
-    # `dist.all_gather_object` would gather the lengths again.
+    # Not `dist.all_gather_object`, because `announce` gathers the lengths already.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in announce(call, len(mine))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -461,7 +462,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call if all answer in time, and the cause for an error. Append the last message to `words`."""
+    """Return each rank's call if all answer in time, and a cause to report. Append a message of `meet` to `words`."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Close connections too, because ranks further along a ring wait for this one, and would answer too late.
         close_group(has_failed=True)

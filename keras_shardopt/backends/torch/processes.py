@@ -60,7 +60,7 @@ class TorchProcesses(Processes):
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         if num_replicas != 1 and not (dist.is_available() and dist.is_initialized()):
             jobs.join("RANK", _variables_of)
-        # Read the ranks in each scope, because a second one can have fewer.
+        # Read the ranks in each scope, because a second scope can have fewer ranks.
         size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(

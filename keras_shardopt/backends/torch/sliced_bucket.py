@@ -36,8 +36,8 @@ class SlicedBucket:
     """Gradients that are reduced together, with the interface of `FlatBucket`.
 
     `number` is the index of this bucket, and `like` a tensor with the dtype and device of its variables, at `places`.
-    `pieces` are those of all ranks, `shapes` the shapes of this rank's slices by place. With `checks_finite`, it
-    records which gradients are not finite, before they are freed.
+    `pieces` are those of all ranks, `shapes` the shapes of this rank's slices by place. With `checks_finite`, the
+    bucket records which gradients are not finite, before they are freed.
     """
 
     can_resend = False
@@ -156,7 +156,7 @@ class SlicedBucket:
             flat.view(self._num_ranks, -1)[:, self.wide.numel() :] = self.flags
         if dist.get_backend() != "gloo":
             return communicator._reduce_scatter(self._own, flat, dist.ReduceOp.SUM, async_op=True)
-        # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
+        # Not a reduce-scatter, because gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
         return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool = False) -> None:

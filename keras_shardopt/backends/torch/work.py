@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _FLOPS_PER_BYTE = 10.0
-"""The floating-point operations in the time of moving one byte: a CPU's 5 to 10, and a GPU's 15 to 20 in float32."""
+"""The number of float32 operations in the time of moving one byte: 5 to 10 on CPUs, and 15 to 20 on GPUs."""
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
@@ -25,7 +25,7 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def count(function: Callable[[], Any]) -> tuple[float, int]:
-    """Return the work of a call in floating-point operations, bytes included, and its number of operations."""
+    """Return the work of a call, with bytes as `_FLOPS_PER_BYTE` FLOPs each, and its number of tensor operations."""
     with _Counter() as counter:
         function()
     return counter.work, counter.operations

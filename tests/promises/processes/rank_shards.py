@@ -542,7 +542,7 @@ def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
     torch_group._open.timeout = datetime.timedelta(seconds=1)  # as `data_parallel(timeout=1)` does
     start = time.monotonic()
     if rank == 0:
-        refused(lambda: saved(optimizer), RuntimeError, "1 s after the one on rank 0. With `shard_state=True` each")
+        refused(lambda: saved(optimizer), RuntimeError, "1 s after rank 0 called. With `shard_state=True` each")
         torch_group.close_group()  # as when the program ends
     else:
         words = "Before that: All ranks must save together. Received: no call on rank"

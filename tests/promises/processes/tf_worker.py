@@ -106,7 +106,7 @@ def main():
     refused(
         lambda: strategy.run(lambda: coded.apply([tf.constant([1.0])], [weight])),
         ValueError,
-        "Coded gradients on TensorFlow need `MirroredStrategy`",
+        "Codecs of gradients need `MirroredStrategy` on TensorFlow",
     )
     with strategy.scope():
         count = Count()
