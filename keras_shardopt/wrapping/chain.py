@@ -93,7 +93,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
-    """Return the keys of a variable, and of its slices that the optimizers inside update instead."""
+    """Return the keys (`_var_key`) of a variable, and of its slices that inner optimizers update in its place."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *descendants(optimizer)]:
         if isinstance(wrapper, Wrapping) and wrapper.built:
@@ -143,12 +143,12 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
 
 
 def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
-    """Raise ValueError if an optimizer inside makes gradients global, because `outer` needs global gradients."""
+    """Raise ValueError if an inner optimizer averages gradients, because `outer` would process them before that."""
     if isinstance(inner, Wrapping) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
-            f"`{name}` must be inside `{other}`, not around it: outside it receives the gradients of one part of the "
-            f"batch only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            f"`{name}` must be inside `{other}`, because around it, it would receive the gradients of only one part "
+            f"of the batch. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
     for optimizer in children(inner):
         refuse_local_gradients(outer, optimizer)

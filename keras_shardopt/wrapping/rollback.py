@@ -1,9 +1,9 @@
-"""Restores variables that a forward pass has changed if its update is skipped.
+"""If an update is skipped, restores the variables that its forward pass has changed.
 
 A forward pass in training mode assigns variables outside the optimizer: moving statistics, seeds, counters. Their
 values are saved just before the first such assignment since the last update. So unassigned variables (a frozen
-backbone) cost nothing, and assignments between steps (`load_weights`) remain. On JAX, a step is a function of all
-state, so the states before and after it are compared instead.
+backbone) cost nothing, and assignments between steps (`load_weights`) remain. On JAX, a step receives and returns all
+state, so nothing is saved: after a skipped update, the received values replace the returned ones.
 
 Metrics are not restored. They count all batches, as in Keras.
 
@@ -58,8 +58,9 @@ class Rollback:
         models = models_with(optimizer._trainable_variables)
         self.variables: list[Variable] = changed_by_forward_passes(models)
         """The variables to restore."""
-        # The variables saved so far, and their entries. Buffers are always saved, because PyTorch modules assign them
-        # directly. A step of `fit` saves the others together when it begins, because separate saves take longer.
+        # The variables that forward passes have assigned so far, and their saved values. A step of `fit` saves all of
+        # them at its beginning, because one call is faster than many. Buffers are included from the start, because
+        # PyTorch modules assign them without `Variable.assign`.
         buffers = {id(buffer) for model in models for buffer in buffers_of(model)}
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
@@ -114,7 +115,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # If each replica decides for itself whether to skip an update, the branch must not communicate.
+        # If replicas decide separately whether to skip, not all take this branch, so it must not communicate.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)
@@ -205,7 +206,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If `more_comes`, keep saved values in the block: the update is not skipped, but waits for more gradients."""
+    """In the block, if `more_comes`, do not count an `apply` without an update as skipped: more gradients follow."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -216,7 +217,7 @@ def before_more(more_comes: bool) -> Iterator[None]:
 def rollback_of(optimizer: Optimizer) -> Rollback | None:
     """Return the `Rollback` of a wrapper that is being built; None if no optimizer in it skips updates.
 
-    Only the outermost wrapper has one, so this removes those of wrappers further inside.
+    Only the outermost wrapper has a `Rollback`, so this function removes those of wrappers inside it.
     """
     chain = [optimizer, *descendants(optimizer)]
     wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
@@ -227,7 +228,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
     accumulators = None if accumulating is None else accumulating.accumulation
-    # Keep an inner rollback only if it has the same accumulation and has found the model's variables.
+    # Reuse an inner rollback only if it has the same accumulation and has found the model's variables.
     for rollback in made:
         if rollback.variables and rollback.accumulators is accumulators:
             return rollback
@@ -245,7 +246,7 @@ def may_skip_updates(optimizer: Optimizer) -> bool:
 
 
 class _Stamp:
-    """Hides a number from torch.compile, because that would compile anew for each value."""
+    """Hides a number from torch.compile, because torch.compile would compile the step again for each value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -257,7 +258,7 @@ def stamp(counter: Variable) -> Any:
     return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
 
 
-# Backends where a saved tensor may belong to another graph.
+# TensorFlow only: a saved tensor may belong to another graph, and then it cannot be used.
 _graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"})
 
 
@@ -338,7 +339,7 @@ class _SavedValue(NamedTuple):
     value: Tensor
 
 
-class _SavedValues(threading.local):  # TensorFlow's replicas are threads
+class _SavedValues(threading.local):  # because TensorFlow's replicas are threads
     """The values of variables before a forward pass assigned them."""
 
     def __init__(self) -> None:
@@ -367,7 +368,7 @@ class _SavedValues(threading.local):  # TensorFlow's replicas are threads
             self.save(variable)
 
     def save(self, variable: Variable) -> None:
-        # On JAX, the value may be the one of a stateless scope. On other backends, read it without autocast.
+        # On JAX, `value` includes the assignments of a stateless scope. On other backends, `_value` avoids autocast.
         now = variable.value if runtime.updates_are_stateless else variable._value
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
@@ -414,7 +415,7 @@ def save_before_assignment(variable: Variable) -> None:
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Replace `keras.Variable.assign`: save the old value first."""
-    # In compiled code on other backends than TensorFlow, there is no concrete value to save.
+    # On backends other than TensorFlow, compiled code has no concrete value to save.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _saved.before_assignment(variable)
     if _before_assignment is not None and global_state.get_global_attribute("current_call_ctx") is not None:

@@ -1,7 +1,7 @@
 """The state of an optimizer by variable and slot name, with the interface of TensorFlow 1.
 
-A slot is state of one trainable variable, such as a momentum. Slots can be found only by name:
-`add_variable_from_reference` derives the name from the variable's path.
+A slot is state of one trainable variable, such as a momentum. Keras has no map from variables to slots, so this module
+finds slots by name: `add_variable_from_reference` derives the name from the variable's path.
 
 Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._trainable_variables`, `_var_key` - the variables of the optimizer's build.
@@ -66,7 +66,7 @@ class SlotAccess:
         return next((slot for key, n, slot in self._slots() if key in keys and n == name), None)
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
-        """Return the keys of this variable's slots."""
+        """Return the keys that `_slots` yields with this variable's slots."""
         return [self._var_key(variable)]
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
@@ -79,8 +79,8 @@ class SlotAccess:
 
 def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
     """Yield the variable's position, the slot's name and the slot, for all slots of an optimizer."""
-    # Variables may share a path; their slots are created in the order of the variables. If several prefixes match, use
-    # the longest: "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
+    # If variables share a path, their slots share a name, and are in the order of the variables. If several prefixes
+    # match, use the longest: "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
     prefixes: dict[str, list[int]] = {}
     for position, variable in enumerate(variables):
         prefixes.setdefault(slot_prefix(variable), []).append(position)
@@ -103,21 +103,21 @@ def slot_prefix(variable: Variable) -> str:
 def without_counters(paths: Sequence[str]) -> list[str]:
     """Return paths without the numbers of Keras' automatic names: "dense_7/kernel" becomes "dense/kernel".
 
-    These numbers depend on the other layers of a program, and on whether a layer comes from a file. An automatic name
-    is that of a layer class, possibly within a longer name ("forward_lstm_1"). Numbers in users' names remain:
-    "block_1" keeps its number unless a layer class `Block` exists.
+    These numbers depend on the other layers of a program, and on whether a layer comes from a file. They follow the
+    name of a layer class, possibly within a longer name ("forward_lstm_1"). Numbers in users' names remain: "block_1"
+    keeps its number unless a layer class `Block` exists.
     """
     counted = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(_automatic_names())})_\d+(?=_|$)")
     return ["/".join(counted.sub(r"\1", part) for part in path.split("/")) for path in paths]
 
 
 def without_numbers(paths: Sequence[str]) -> list[str]:
-    """Return paths without a number at the end of names, whether automatic or not."""
+    """Return paths without the number at the end of each name: "block_1/kernel" becomes "block/kernel"."""
     return ["/".join(re.sub(r"_\d+$", "", part) for part in path.split("/")) for path in paths]
 
 
 def without_digits(paths: Sequence[str]) -> list[str]:
-    """Return paths without digits at the end of names, with or without an underscore before them."""
+    """Return paths without digits at the end of each name: both "block1" and "block_1" become "block"."""
     return ["/".join(re.sub(r"_?\d+$", "", part) for part in path.split("/")) for path in paths]
 
 

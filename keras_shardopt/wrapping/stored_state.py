@@ -74,7 +74,8 @@ def load(optimizer: StoredOptimizer, store: Any) -> None:
     state = optimizer._inner_state
     if not optimizer.built:
         arrays = _LoadedArrays(store)
-        # The file of an optimizer before its build has only a counter of 0 and the learning rate. Assign both now.
+        # A file saved by an unbuilt optimizer has only a counter of 0 and the learning rate, so assign both now. Keep
+        # the arrays of any other file until the build.
         fresh = len(arrays) == len(state) and not np.any(arrays.get("0", 0))
         if not fresh:
             optimizer._loaded = arrays
@@ -100,8 +101,8 @@ def load_deferred(optimizer: StoredOptimizer) -> None:
 def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None = None) -> None:
     """Build an optimizer for the model compiled with it, unless `metadata` describes other variables or another class.
 
-    This makes counters, learning rates and scales readable before training starts. Otherwise training builds it,
-    because layers may still be frozen, and a custom `train_step` may update only some variables.
+    This makes counters, learning rates and scales readable before training starts. In other cases
+    training builds it, because layers may still be frozen, and a custom `train_step` may update only some variables.
     """
     model = model_compiled_with(optimizer)
     if model is None or not model.built:
@@ -115,11 +116,11 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
 
 
 def warn_if_read_early(optimizer: StoredOptimizer) -> None:
-    """Warn if counters and rates are not yet those of the file, because the optimizer is not built."""
+    """Warn if the optimizer has loaded a file but is not built: counters and rates have other values until then."""
     if optimizer._loaded is not None:
         warn(
             "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. "
-            "Until the optimizer is built, they are not those of the file."
+            "Until the optimizer is built, they do not have the values of the loaded file."
         )
 
 
@@ -137,7 +138,7 @@ def _lazily(store: Any, key: str) -> Any:
 
 
 def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
-    """Return the value that `store` receives for a state variable. If replicas divide it, all call this together.
+    """Return the value that `store` receives for a state variable. Replicas that divide it call this together.
 
     A store of a sharded checkpoint receives the parts of this process.
     """
@@ -154,7 +155,7 @@ def whole_value(variable: Variable) -> np.ndarray:
 
 
 def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
-    """Return `store`, wrapped: when `optimizer` saves an array, it also gets a name such as "momentum"."""
+    """Return a wrapper of `store` that stores a name, such as "momentum", with each array that `optimizer` saves."""
     if isinstance(store, _AnnotatedStore):
         return store
     if not optimizer.built:
@@ -176,7 +177,7 @@ def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
 
 
 def _may_be_for(metadata: _Metadata, model: Any) -> bool:
-    """Whether the file can be from an optimizer that updates exactly the model's trainable variables."""
+    """Whether `metadata` can be that of an optimizer that updates exactly the model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
     if metadata.num_variables is not None:  # some variables can have no state in the file
@@ -185,7 +186,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
 
 
 def _layer_and_name(variable: Variable) -> str:
-    """Return the layer and name of a variable, without its model, which can have another name in a file."""
+    """Return the last two names in a variable's path, such as "dense/kernel". A model's name can differ in a file."""
     return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 
@@ -226,7 +227,7 @@ def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     keys = [key for key in mine if key in metadata.slots]
     found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (metadata.slots, mine))
     differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
-    # If a program numbers its layers, names may differ in the numbers. But equal names in another order are an error.
+    # A program may number its layers, so names may differ in digits. But the same names in another order are an error.
     counted = [[_comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
@@ -237,7 +238,7 @@ def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
         raise ValueError(
             "The stored state must be that of the same variables and the same kind of optimizer. "
             f"Received: {listed(received)}. Was it saved with another optimizer, or were layers renamed? "
-            "`model.load_weights(..., skip_mismatch=True)` loads the rest."
+            "`model.load_weights(..., skip_mismatch=True)` loads everything else in the file."
         )
 
 
@@ -271,7 +272,7 @@ class _Metadata(NamedTuple):
 
 
 class _AnnotatedStore:
-    """A store that adds attributes with metadata to arrays in an HDF5 file. Other readers ignore them."""
+    """A store that adds attributes with metadata to arrays in an HDF5 file. Other readers ignore these attributes."""
 
     def __init__(self, store: Any, metadata: _Metadata) -> None:
         self._store = store
@@ -311,7 +312,7 @@ def _metadata_in(store: Any) -> _Metadata:
 
 
 def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
-    """Return a text of `slots` (layer, variable, name) without the parts that can differ for the same model."""
+    """Return an entry of `_Metadata.slots`, with its layer and variable in the form that `comparable` returns."""
     path, _, name = slot.rpartition(" ")
     return f"{comparable([path])[0]} {name}"
 

@@ -30,13 +30,13 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        # The wrapped optimizer can have slices of these variables.
+        # If the wrapped optimizer has slices of these variables, omit its list, so files do not contain slices.
         if any(inside is not variable for inside, variable in pairs):
             del children["_trainable_variables"]
         return children
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        if cached_dependencies is None:  # an attribute is looked up, not a file
+        if cached_dependencies is None:  # the call is for an attribute, not for a file
             return super()._lookup_dependency(name)  # type: ignore[misc]
         self._notify_wrappers(loads=True)
         return self._trackable_children().get(name)

@@ -102,7 +102,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     """The other constructor arguments that `get_config` stores unchanged, from attributes of the same names."""
 
     _scope: GradientScope = OUTSIDE
-    """Whether incoming gradients are reduced, and other facts. Set by the `CrossShard` around this optimizer."""
+    """Facts about incoming gradients, such as whether they are reduced. Set by the `CrossShard` around this wrapper."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
@@ -410,27 +410,27 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         if name.startswith("_"):  # bypass Keras' tracking: state is added explicitly
             object.__setattr__(self, name, value)
             return
-        # The constructor of a LossScaleOptimizer assigns this attribute to its inner optimizer, and `compile` calls
-        # that constructor. No hook runs earlier. The property's setter would miss it: on TensorFlow, Keras skips
-        # assignments of an equal value.
+        # If `compile` creates a `LossScaleOptimizer` around this wrapper, its constructor assigns this attribute.
+        # Detect that here, because no hook runs earlier. On TensorFlow, Keras skips assignments of an equal value, so
+        # the property's setter does not always run.
         if name == "loss_scale_factor" and self._inner and _is_in_loss_scaling("__init__"):
             self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class, but `LossScaleOptimizer` if Keras checks for existing loss scaling.
+        """The class; `LossScaleOptimizer` if Keras checks for loss scaling, and an optimizer inside scales the loss.
 
-        Keras checks only the outermost optimizer. `compile` would add another `LossScaleOptimizer` under the
-        "mixed_float16" policy, and `MultiOptimizer` cannot contain one. `isinstance` tests the type before `__class__`,
-        so it still finds the real class. If Keras checks elsewhere one day, `_on_outer_loss_scaling` raises.
+        Keras checks only the outermost optimizer. Without this, `compile` would add another `LossScaleOptimizer` under
+        the "mixed_float16" policy, and `MultiOptimizer` cannot contain one. `isinstance` tests the type before
+        `__class__`, so it still finds the real class. If a later Keras checks in other modules, `_on_outer_loss_scaling` raises.
         """
         checks = caller_module() in _CHECK_FOR_LOSS_SCALING and any(self._inner)
         is_scaled = checks and any(map(scales_loss, [self, *descendants(self)]))
         return keras.optimizers.LossScaleOptimizer if is_scaled else type(self)
 
     def __dir__(self) -> list[str]:
-        # The saver walks these names, and would store the inner optimizer's state twice.
+        # Keras' saver stores the objects with these names. Hide the inner optimizers, or their state is stored twice.
         return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         Raises:
             ValueError: if the number of arrays or a shape differs. In an HDF5 file written by a wrapper, also if a name
                 or the class of the innermost optimizer differs; numbers that Keras adds to names may differ. Nothing
-                is assigned.
+                is assigned then.
         """
         load(self, store)
         if self.built:
