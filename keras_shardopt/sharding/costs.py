@@ -1,4 +1,4 @@
-"""The cost of the update of each variable, counted with a fresh optimizer. Replicas count the same without messages."""
+"""The cost of each variable's update, from a trial on shapes. All replicas count the same costs without messages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _work = for_backend({"torch": "keras_shardopt.backends.torch.work"})
 def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tuple[float, int]]:
     """Return the work and the number of operations of each variable's update.
 
-    Runs one update for each kind of variable, without memory: variables with slots of the same names and shapes are of
-    one kind.
+    Runs one update for each kind of variable, on shapes alone. Variables of one kind have the same shape and dtype, and
+    slots (state such as a momentum) of the same names and shapes.
 
     Args:
         optimizer: an optimizer with an update rule. It is not changed.
         variables: the variables that replicas divide. They are not changed.
 
     Returns:
-        A pair for each variable: its size and 1 for an optimizer of another package, or if an update needs values.
+        A pair for each variable. If the optimizer is of another package, or its update needs values, it is the
+        variable's size and 1.
     """
     by_size = [(float(size_of(variable)), 1) for variable in variables]
-    # Other optimizers may keep tensors, for example in a cache, and these would have no values.
+    # Optimizers of other packages may cache tensors. Tensors cached in this trial would have no values, so skip it.
     if _work is None or not type(optimizer).__module__.startswith(("keras.", "keras_shardopt.")):
         return by_size
     try:
-        # Averages would be updated for all variables at once, with each kind.
+        # Without `use_ema=False`, the trial of each kind would also update the moving averages of all variables.
         outside = fresh_copy(optimizer, **VISIBLE, use_ema=False)
         config = outside.get_config()
         with _work.without_memory():

@@ -2,7 +2,7 @@
 
 Each trainable variable is flattened, zero-padded and split into one slice per replica. The inner optimizer is built on
 stand-ins: variables with the length of a slice, in place of the weights. Each replica's copy of a stand-in, and of its
-state, has the values of another slice. So all replicas run the same program with the same shapes.
+state, holds a different slice. So all replicas run the same program with the same shapes.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class PaddedLayout(OneProgramShards):
         """Return whether each variable can be updated in another shape."""
         try:
             return are_elementwise_inside(optimizer, self.variables, part_rank=2)
-        except ValueError:  # the update depends on several variables, so it cannot be padded
+        except ValueError:  # updates depend on several variables, so none can be padded
             return [False for _ in self.variables]
 
     def _stand_in(self, i: int) -> Variable:
@@ -57,7 +57,7 @@ class PaddedLayout(OneProgramShards):
         rows = self._rows(flattened(variable))
         arguments = {"shape": rows.shape, "dtype": dtype_of(variable)}
         arguments |= {"initializer": lambda *_, **__: rows, "trainable": False, "autocast": False}
-        # A `LayoutMap` finds layouts by the path, and its layout does not fit the rows.
+        # Create it outside the distribution: a `LayoutMap` would give it the layout of its path, unfit for rows.
         stand_in = placement.outside_strategy(lambda: named_like(variable, **arguments))
         placement.place([stand_in], "sharded")
         return stand_in
@@ -79,7 +79,7 @@ class PaddedLayout(OneProgramShards):
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return gradients in the shapes of the stand-ins. The reduction has already changed some."""
+        """Return gradients in the shapes of the stand-ins. The reduction returns some in these shapes already."""
         inside = self.inside(variables)
         return [
             grad

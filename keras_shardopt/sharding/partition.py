@@ -26,18 +26,18 @@ _SMALL = 0.01
 """Variables up to this fraction of an equal share are small: dividing them saves no memory."""
 
 _SMOOTHNESS = 10
-"""A sum of these powers is a smooth maximum. A lower power would accept a larger maximum for a lower mean."""
+"""The exponent of loads in `_owners`. The sum of these powers approximates the largest load, which sets the time."""
 
 
 def divide(
     sizes: Sequence[int], may_split: Sequence[bool], costs: Sequence[tuple[float, int]], num_replicas: int
 ) -> list[list[Piece]]:
-    """Divide variables among replicas: whole ones for equal times of updates, then the others for equal memory.
+    """Divide variables among replicas: whole ones to equalize update times, then slices of others to equalize memory.
 
-    If some variables must stay whole, small ones do too. These go first, from expensive to cheap, each to the replica
-    that has the least to do. The others, joined to one long vector, then fill the replicas up to an equal number of
-    elements. So with enough splittable variables, no replica has more than an equal share, rounded up to an element. No
-    replica has more than one piece of a variable.
+    If some variables must stay whole, small ones stay whole too. Whole variables go first, from expensive to cheap,
+    each to the replica with the least work. The others, joined to one long vector, then fill the
+    replicas up to an equal number of elements. So with enough splittable variables, no replica has more than an equal
+    share, rounded up to an element. No replica has more than one piece of a variable.
 
     Args:
         sizes: the number of elements of each variable.
@@ -71,7 +71,7 @@ def divide(
 
 
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
-    """Choose a replica for each cost. Work and operations are both divided evenly, because either can take the time."""
+    """Choose a replica for each cost. Work and operations are both divided evenly, because either can limit speed."""
     totals = [sum(column) for column in zip(*costs)]
     shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]

@@ -23,7 +23,7 @@ class MemoryReport:
     replica's state (Adafactor)."""
 
     whole: int
-    """Bytes of all state. If each replica holds as many, nothing is divided."""
+    """Bytes of all state. If each replica holds this many, no state is divided."""
 
     replicated: list[tuple[str, int, str]]
     """State that each replica holds whole: the path, its bytes, and the reason."""

@@ -25,10 +25,11 @@ from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# Small to large, to reach values within and beyond thresholds.
+# Factors of the trial gradients, one per step. Small and large gradients reach both sides of an optimizer's thresholds.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)
 _TOLERANCE = 1e-4
-"""Relative to the update. If an update depends on a sum over a variable or over all, the difference is far larger."""
+"""The largest accepted difference between trials, relative to the update. Updates that depend on a sum over elements or
+variables differ far more."""
 
 
 def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_rank: int = 1) -> list[bool]:
@@ -44,7 +45,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_ra
     """
     probes = [_Probe(v, i, part_rank) for i, v in enumerate(variables) if not overwrites_variable(v)]
     whole = _Run(optimizer, [[probe.whole] for probe in probes])
-    # The added variable has large values, and makes two variables of one, so any dependence shows.
+    # The added variable has large gradients, so an update that depends on other variables changes visibly.
     extra = _Probe(variables[0], len(variables), part_rank, scale=50.0)
     with_extra = _Run(optimizer, [[probe.whole] for probe in [*probes, extra]])
     alternating = [
@@ -139,7 +140,7 @@ def check_can_shard(optimizer: CrossShardProtocol) -> None:
         several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)
         if several or not (is_leaf or getattr(one, "_shard_unit", None)):
             raise ValueError(
-                "`shard_state=True` passes the optimizers inside only a part of the gradients, and "
+                "With `shard_state=True`, the optimizers inside receive only a part of the gradients, but "
                 f"{type(one).__name__} needs all of them. Received: inner_optimizer={optimizer.inner!r}. Use "
                 "`shard_state=False`, or only this package's `GradientClipping`, `LARC`, `LossScaling` and "
                 "`MixedPrecision` around one optimizer."
@@ -151,7 +152,10 @@ def keep_exclusions(
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
-    """Apply exclusions of variables (from weight decay, for example) to their stand-ins too."""
+    """Exclude the variables that inner optimizers update (`Shards.stand_ins`), if the original ones are excluded.
+
+    Exclusions are, for example, from weight decay.
+    """
     key = optimizer._var_key
     for leaf in base_optimizers(optimizer):
         excluded = getattr(leaf, "_exclude_from_weight_decay", None)
@@ -193,7 +197,7 @@ def _rule(optimizer: Optimizer) -> str:
 
 
 class _Probe:
-    """A small stand-in for a variable: whole, in two halves, and empty."""
+    """Small trial values and gradients for a variable, in three forms: whole, in two halves, and empty."""
 
     def __init__(self, variable: Variable, seed: int, part_rank: int = 1, scale: float = 1.0) -> None:
         rank = len(variable.shape)
@@ -223,7 +227,7 @@ def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Run:
-    """A trial: the updates and the state of variables, each in one part or several."""
+    """A trial with a fresh optimizer: the updates and the state of variables, each given in one part or several."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
         fresh = fresh_copy(optimizer, **VISIBLE)
@@ -300,7 +304,7 @@ def _joined(parts: Sequence[Variable]) -> np.ndarray:
 
 
 def _joined_slot(parts: Sequence[Variable]) -> np.ndarray:
-    # A scalar is not divided: each part must have the value of the whole.
+    # Scalar state is not divided. `unique` merges equal scalars of the parts, to compare them with that of the whole.
     return np.unique(_joined(parts)) if not any(len(part.shape) for part in parts) else _joined(parts)
 
 

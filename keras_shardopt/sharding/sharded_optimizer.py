@@ -66,8 +66,8 @@ class ShardedState(OptimizerWrapper):
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
-                "On JAX, `shard_state=True` divides state by the layout of a `keras.distribution`, but inside "
-                f"`shard_map` and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`: it divides whole arrays, and "
+                f"each replica has only a part of them there. Received: axis_name={self.axis_name!r}, an axis of "
                 f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
                 ", or use `shard_state=False`."
             )
@@ -131,7 +131,7 @@ class ShardedState(OptimizerWrapper):
             raise ValueError(
                 "With `shard_state=True` a replica has only the slots of its own slices. "
                 f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
-                "To get whole arrays in a dict, call `optimizer.save_own_variables(store)` with it on all processes."
+                "To get whole arrays, call `optimizer.save_own_variables(store)` with a dict `store` on all processes."
             )
         return super().get_slot(variable, name)
 
@@ -153,7 +153,7 @@ class ShardedState(OptimizerWrapper):
         if self._shards is not None:
             raise ValueError(
                 "`SwapEMAWeights` cannot swap weights with `shard_state=True`, because a replica has only the moving "
-                "averages of its slices. Remove it: `fit` ends with the averages as the weights."
+                "averages of its slices. Remove the callback: at its end, `fit` sets the weights to the averages."
             )
         return super()._model_variables_moving_average
 
@@ -181,7 +181,7 @@ class ShardedState(OptimizerWrapper):
             store[str(i)] = stored_value(self, variable, store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # A SavedModel stores variables as they are, so it would contain only one replica's part.
+        # A SavedModel stores variables unchanged, so it would contain only one replica's part of the state. Omit it.
         is_divided = self._shards is not None and save_type != "checkpoint"
         return {} if is_divided else super()._trackable_children(save_type, **kwargs)
 
@@ -230,7 +230,7 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     if any(one.use_ema for one in chain) or not needs_padding(variables):
         return None  # callbacks swap weights and their moving averages, so both need the same shape
     if model_compiled_with(optimizer) is None:
-        return None  # a model with several optimizers can store the optimizers' variables itself
+        return None  # a model with several optimizers can save their variables directly, so these keep their shapes
     return PaddedLayout(optimizer, variables)
 
 

@@ -47,7 +47,7 @@ class Shards(abc.ABC):
     """Whether one program divides each array of state over its devices by a JAX sharding."""
 
     axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
-    """If `lays_out`, turns the dimensions along which gradients are divided into those of their stand-ins."""
+    """Maps the dimension along which each gradient is divided to that of its stand-in. Only if `lays_out`."""
 
     gradient_slices: Any = None
     """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
@@ -72,7 +72,7 @@ class Shards(abc.ABC):
         return self._positions[self._key(variable)]
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return this replica's parts of these variables."""
+        """Return the stand-ins of these variables."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:

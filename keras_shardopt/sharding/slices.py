@@ -63,7 +63,7 @@ class Bucket:
     """The positions of the variables."""
 
     chunk: int
-    """The number of elements in the largest share."""
+    """The number of elements in the largest replica's share. All shares are padded to it if sent in equal chunks."""
 
     is_uneven: bool
     """Whether chunks of equal length would be mostly padding."""
@@ -102,7 +102,7 @@ class FlatShards(Shards):
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
-        if i not in self._owners:  # replicas exchange next values whole, and empty variables not at all
+        if i not in self._owners:  # empty, or has `overwrite_with_gradient` and is exchanged whole
             return variable
         piece = self._own_pieces.get(i)
         if piece is not None and not self._may_split[i]:
@@ -119,12 +119,12 @@ class FlatShards(Shards):
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
         self._find_slots(optimizer)
-        # Optimizers that need whole variables may have state that belongs to no variable. A replica owns it if it has
-        # elements there.
+        # Optimizers that need whole variables may have state that belongs to no variable. A replica owns such state if
+        # the state has elements on this replica.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
-        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of next values
-        self._copy_in()  # makes stand-ins share memory with weights, which frees their first memory
+        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of whole variables
+        self._copy_in()  # makes stand-ins share the weights' memory, and frees their initial memory
 
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots
@@ -145,7 +145,7 @@ class FlatShards(Shards):
 
     @property
     def gradient_slices(self) -> Any:
-        """The division of gradients during the backward pass; None if they cannot be sent early in slices."""
+        """Describes the slices of gradients sent during the backward pass; None if slices cannot be sent that early."""
         if _sliced is None or not all(self._may_split) or len(self._owners) < len(self.variables):
             return None
         shapes = {i: tuple(stand_in.shape) for i, stand_in in enumerate(self.stand_ins)}
@@ -244,12 +244,12 @@ class FlatShards(Shards):
         self._all_gather_weights(runtime.communicator(self._axis_name))
 
     def _with_own_elements(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        # Keep empty stand-ins if updates are element-wise, because these are cheap. Other updates run as many
-        # kernels for an empty matrix as for a full one, so drop it. But Keras cannot decay an empty list of variables.
+        # Keep empty stand-ins if updates are element-wise, because these are cheap. Other updates run as many kernels
+        # for an empty matrix as for a full one, so drop it. But Keras' weight decay fails if no variable decays.
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
-        # Keras' optimizers for PyTorch compute rates and corrections in the dtype of the first variable.
+        # Keras' optimizers for PyTorch compute rates in the dtype of the first variable, so that must stay the same.
         first, own = self._leaf_variables([pairs[0], mine[0]])
         return mine if dtype_of(first) == dtype_of(own) else [pairs[0], *mine]
 
@@ -348,7 +348,7 @@ class FlatShards(Shards):
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            # The state is one scalar per variable. All replicas must decide alike, whatever their part.
+            # For a scalar per variable, the first owner sends it. This condition must be equal on all replicas.
             if not tuple(variable.shape) and (self._may_split[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_split[i]:
@@ -371,7 +371,7 @@ class FlatShards(Shards):
         shape: tuple[int, ...] | None = tuple(variable.shape)
         if id(variable) in self._without_variable:
             has = [0 not in other for other in processes.gather_objects(shape)]
-            if sum(has) != 1:  # all have it
+            if sum(has) != 1:  # all replicas have it
                 return stored_parts.own_parts(variable, process)
             start, is_owner = 0, has[process[1]]
             shape = shape if is_owner else None
@@ -442,7 +442,7 @@ def _buckets(
         members: Iterable[Sequence[int]] = [range(len(same_dtype))]
         # If some variables stay whole, only one bucket with all variables can be divided evenly.
         if all(may_split[i] for i in same_dtype):
-            # Backward passes compute the last gradients first.
+            # Backward passes compute the last gradients first, so fill buckets in this order.
             limit = largest_bucket(sum(num_bytes), bucket_bytes)
             members = in_buckets(num_bytes, reversed(range(len(same_dtype))), limit)
         for each in members:

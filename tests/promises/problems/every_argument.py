@@ -136,7 +136,7 @@ _SKIPPING = ["scaled", "stock"]
 REFUSED = [
     ("made", "Remove one of them", {"shard_state": [True], "group_assignment": ["two groups"]}),
     ("made", "end training at the first overflow", {"on_nonfinite": ["raise"], "inner_optimizer": _SKIPPING}),
-    ("made", "passes the optimizers inside only a part", {"shard_state": [True], "inner_optimizer": ["stock"]}),
+    ("made", "the optimizers inside receive only a part", {"shard_state": [True], "inner_optimizer": ["stock"]}),
     (
         "built",
         "every variable must allow updates in parts",
