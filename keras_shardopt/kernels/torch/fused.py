@@ -95,8 +95,8 @@ class _FusedStep:
         return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if includes_decay else {})}
 
     def _decay(self, variables: Sequence[Variable]) -> None:
-        # On an accelerator, Keras decays the weights: the kernel's decay depends on the learning rate, and reading that
-        # would wait for the device.
+        # On an accelerator, Keras decays the weights. The kernel would need a decay computed from the learning rate,
+        # and reading the rate would wait for the device.
         if self._exactly or variables[0].value.device.type != "cpu":
             getattr(type(self._optimizer), _DECAY)(self._optimizer, variables)
         else:
@@ -228,7 +228,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
     if device.type != "cpu":
         rate = rate.to(torch.float32)  # on accelerators, the kernel needs float32
-    # PyTorch multiplies the decay by the rate of the kernel, Keras by `learning_rate`.
+    # PyTorch multiplies the decay by the kernel's rate, Keras by `learning_rate`, so correct the decay by their ratio.
     decay = optimizer.weight_decay * _as_float(learning_rate) / (float(rate) or 1.0) if decays else 0.0
     kernel = torch._fused_adamw_ if decays else torch._fused_adam_
     for weights, grads, momentums, velocities, *largest in columns.lists():
@@ -271,14 +271,15 @@ def _sgd(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) 
 
 
 def _momentum(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
-    # PyTorch: m = mu m + (1 - d) g and w -= lr m; Keras: m = mu m - rate g and w += m. So 1 - d = -rate and lr = -1.
+    # With momentum m and dampening d, PyTorch computes m = mu m + (1 - d) g and w -= lr m, and Keras m = mu m - rate g
+    # and w += m. So the kernel gets d = 1 + rate and lr = -1.
     rate = _as_float(learning_rate)
     dampening = 1.0 + rate
     if abs((dampening - 1.0) - rate) <= 1e-7 * abs(rate):
         for weights, grads, momentums in columns.lists():
             _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
         return
-    # The rate is so small that 1 + rate loses its digits, so compute without the kernel.
+    # The rate is so small that the dampening, 1 + rate, loses its digits. So compute without the kernel.
     for w, g, m in columns.pieces():
         w.add_(m.mul_(optimizer.momentum).add_(g, alpha=-rate))
 
@@ -323,9 +324,10 @@ def _lion(optimizer: keras.optimizers.Lion, learning_rate: Any, columns: Columns
 
 
 def _nadam(optimizer: keras.optimizers.Nadam, learning_rate: Any, columns: Columns) -> None:
-    # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with p the product of
-    # all u so far and u' the next u. Here numerator and denominator are multiplied by sqrt(1 - b ** t), and scalars are
-    # combined first, in Keras' precision: 1 - b ** t loses digits by cancellation.
+    # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with momentum m,
+    # velocity v, b = beta_2, momentum coefficients u of step t and u' of the next, and p the product of all u so far.
+    # Here numerator and denominator are multiplied by sqrt(1 - b ** t). Scalars are combined in Keras' precision:
+    # 1 - b ** t loses digits by cancellation, and must lose the same ones.
     dtype = columns.like.dtype
     scalars = (optimizer.iterations, optimizer.beta_1, optimizer.beta_2, 0.96)
     step, beta_1, beta_2, decay = (ops.cast(scalar, dtype) for scalar in scalars)

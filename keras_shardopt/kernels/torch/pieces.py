@@ -128,7 +128,7 @@ def slot_names(optimizer: Optimizer) -> list[str]:
 
 @dataclasses.dataclass
 class Columns:
-    """The tensors of an update, and the factors of its gradients."""
+    """The tensors of an update as a table with one row per variable, and the factors of its gradients."""
 
     rows: list[tuple[Tensor, ...]]
     """For each variable: its weights, its gradient, and its state, such as a momentum."""
@@ -164,7 +164,7 @@ class Columns:
         return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:
-        """Return the columns of the chosen variables."""
+        """Return the rows and factors of only some variables: those with True in `chosen`."""
         kept = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
@@ -174,7 +174,7 @@ class Columns:
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield lists of weights, gradients and each kind of state: of all variables, or with factors of each group."""
+        """Yield a list of weights, one of gradients, and one per kind of state; with factors, for each group."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
