@@ -423,7 +423,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
         Keras checks only the outermost optimizer. Without this, `compile` would add another `LossScaleOptimizer` under
         the "mixed_float16" policy, and `MultiOptimizer` cannot contain one. `isinstance` tests the type before
-        `__class__`, so it still finds the real class. If a later Keras checks in other modules, `_on_outer_loss_scaling` raises.
+        `__class__`, so it still finds the real class. If a later Keras checks in other modules,
+        `_on_outer_loss_scaling` raises.
         """
         checks = caller_module() in _CHECK_FOR_LOSS_SCALING and any(self._inner)
         is_scaled = checks and any(map(scales_loss, [self, *descendants(self)]))
