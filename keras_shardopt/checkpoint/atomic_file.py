@@ -18,13 +18,13 @@ import sys
 import time
 
 ABANDONED_SECONDS = 3600
-"""If locks cannot show whether a folder is in use, it counts as abandoned after this time without a change."""
+"""A folder without usable locks counts as abandoned after this time without a change."""
 
 _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    # Locks work within one kernel, so name the kernel. A host name can be shared by containers on several machines.
+    # Locks work within one kernel, so name the kernel. Containers on several machines can share a host name.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
@@ -56,8 +56,8 @@ class Unfinished:
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
-            # A folder, because Keras writes temporary files next to this one, and chooses its own file mode.
-            # Only its owner can read it, because perhaps only the owner can read the old file.
+            # Write in a new folder, because Keras writes temporary files next to the new file, and chooses file modes.
+            # Only the owner can read this folder, because perhaps only the owner can read the old file.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror
@@ -114,7 +114,7 @@ def _remove_abandoned(folder: str) -> None:
         for name in os.listdir(folder or "."):
             found = _PATTERN.fullmatch(name)
             path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # perhaps another program removes it too
+            with contextlib.suppress(OSError):  # perhaps another program removes the folder now
                 if found is not None and _is_abandoned(path, found["kernel"]):
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -123,7 +123,7 @@ def _is_abandoned(path: str, kernel: str) -> bool:
     held = _is_held(path)
     if held is not None and (held or kernel == _KERNEL):
         return not held
-    # Locks show nothing here: there are none, or another machine wrote the folder. So use the time of the last change.
+    # Without locks, or if another machine wrote the folder, only the time of the last change shows whether it is used.
     changed = [os.lstat(path).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path))]
     return time.time() - max(changed) > ABANDONED_SECONDS
 

@@ -2,7 +2,7 @@
 
 Private names of Keras touched here (a test checks that each exists):
     `Trainer._initial_epoch` - the first epoch of the running `fit`.
-    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - local variables: the source of batches; its first epoch.
+    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - local variables: the source of batches; the first epoch.
     `ArrayDataAdapter._epoch` (Keras 3.16 and later) - the number of past epochs, part of the seed that shuffles.
 """
 
@@ -72,9 +72,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     Limits:
 
     - On TensorFlow, use `shuffle=False` or a data set seeded by epoch. On PyTorch and JAX, `fit` shuffles
-      arrays in the same order again.
+      arrays in the same order as the interrupted one.
     - Other callbacks start anew, as in Keras.
-    - Per-replica state, such as moving statistics without `prepare`, becomes that of rank 0.
+    - Per-replica state, such as moving statistics of a model that is not prepared, becomes that of rank 0.
     - Gradients that `CrossShard(gradient_accumulation_steps=k)` has accumulated for an unfinished update are lost, with
       a warning. Use a multiple of k steps per epoch.
 
@@ -120,8 +120,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         path = check.local_path("backup_dir", backup_dir)
         if not isinstance(save_freq, str) or save_freq != "epoch":
             raise ValueError(
-                '`save_freq` must be "epoch". Keras cannot start in the middle of an epoch, so a backup from there '
-                f"would train some batches twice. Received: save_freq={save_freq!r}. "
+                '`save_freq` must be "epoch". Keras cannot resume in the middle of an epoch, so after a backup from '
+                f"there, `fit` would train some batches twice. Received: save_freq={save_freq!r}. "
                 "Use shorter epochs: `model.fit(..., steps_per_epoch=..., epochs=...)`."
             )
         for argument, value in (
@@ -169,7 +169,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _check_kind(self) -> None:
-        """Raise ValueError if the directory holds backups of the other kind only. Otherwise delete abandoned saves."""
+        """Raise ValueError if all backups in the directory have another value of `sharded`. Delete abandoned saves."""
         whole, sharded = os.path.exists(self._path), bool(complete_saves(self.backup_dir))
         if whole != sharded and sharded != self.sharded:
             raise ValueError(
@@ -209,9 +209,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._warned and is_inside_window(model):
             self._warned = True
             warn(
-                f"Epoch {epoch} ended inside a window of micro-batches, which a backup does not store. Training "
-                "restored from this backup will differ from uninterrupted training. Make the number of steps per "
-                "epoch a multiple of `gradient_accumulation_steps`.",
+                f"Epoch {epoch} ended with accumulated gradients that no update has used, and a backup does not store "
+                "them. Training restored from this backup will differ from uninterrupted training. Make the number "
+                "of steps per epoch a multiple of `gradient_accumulation_steps`.",
             )
         if self.sharded:
             Save(model, self.backup_dir, {"epoch": epoch + 1}).check(wait=True)
@@ -319,7 +319,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         remedy = "Use another directory, or delete this one to start anew."
         if stored != whole:
             was, now = ("not sharded", "sharded") if whole - stored else ("sharded", "not sharded")
-            received = f"optimizer state that is {was}, but the optimizer's is {now}"
+            received = f"optimizer state that is {was}, but the model's optimizer state is {now}"
             remedy = "Load a file of `keras_shardopt.save_model` instead, or delete the backup to start anew."
         elif header.get("optimizers", kinds) != kinds:
             received = f"state of {', '.join(header['optimizers'])}, but the model has {', '.join(kinds)}"
@@ -339,7 +339,7 @@ _WRAPPER_STATE = "wrapper_state"
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns the error, or an OSError with its text if the class is not built in: other processes could lack it."""
+    """Returns the error, or an OSError with its text if other processes could lack the class of the error."""
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
@@ -357,7 +357,7 @@ def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
 
 
 def _of_chief(arrays: list[np.ndarray] | None, i: int) -> np.ndarray:
-    """Sends one of rank 0's arrays to every process. One at a time, because each process gets a copy per process."""
+    """Sends one of rank 0's arrays to every process. Not all at once, to save memory: each is copied many times."""
     return processes.gather_objects(None if arrays is None else arrays[i])[0]
 
 

@@ -4,7 +4,7 @@ Optimizer state that is divided among processes is gathered, by all of them in t
 the gathering still runs to its end, so no process waits for rank 0. Then every process raises the error.
 
 Private names of Keras touched here (a test checks that each exists):
-    `ModelCheckpoint._save_model` - writes a checkpoint; takes the arguments of the next two.
+    `ModelCheckpoint._save_model` - writes a checkpoint.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - the path, and whether to save.
     `keras.src.saving.saving_lib._save_state` - visits all objects that a file would hold, in order.
     `keras.src.saving.saving_lib.H5IOStore` - the class of stores that `_save_state` accepts.
@@ -246,7 +246,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
 
 
 def before_reading(model: Any) -> None:
-    """Prepares the weights for reading, as by assigning the mean of replicas. All processes must call it."""
+    """Prepares the weights for reading; local SGD assigns the mean over replicas. All processes must call it."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
@@ -264,7 +264,7 @@ def _reading_is_collective(model: Any) -> bool:
 def _write_or_join(model: Any, method: str, path: str | None) -> None:
     """Writes the file at `path`. If `path` is None (all ranks but 0), only takes part in gathering state."""
     if _reading_is_collective(model):
-        # Each process saves to a temporary file, so all read variables in Keras' order, even if rank 0 fails.
+        # Each process saves to a temporary file, so all processes read variables in the same order, Keras' order.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
@@ -299,7 +299,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
         return
     file = Unfinished(str(path))
     try:
-        # Leave the strategy, because saving creates an optimizer, and on JAX all processes would have to create it.
+        # Leave the strategy: Keras' saver creates an optimizer, and inside, on JAX, all processes would have to join.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()
@@ -308,7 +308,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
 
 
 def join_gather(model: Any) -> None:
-    """Takes part in the gathering of other processes in `gather_despite_errors`. This process writes no file."""
+    """Sends this process's state to a process that saves in `gather_despite_errors`. Writes no file."""
     if needs_all(model):
         with communicating(model):
             for part, _ in saved_together(model):
@@ -333,10 +333,10 @@ def saves_collectively(optimizer: Optimizer) -> bool:
 
 
 def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively) -> list[tuple[Any, str]]:
-    """Returns the objects that hold the state of the optimizers for which `which` is true, and their names.
+    """Returns the objects that store the state of each optimizer that `which` selects, with names for backups.
 
-    The order is that of Keras' saver. All processes must save the objects in this order, because they gather divided
-    state.
+    The order is that of Keras' saver. Saving the objects gathers divided state, so all processes must save them in
+    this order.
     """
     chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
     if len(chosen) > 1:
@@ -385,7 +385,7 @@ class NullStore:
 
 
 class _DelayedErrors:
-    """A store that keeps its first error and ignores values after it, so saving runs to the end."""
+    """Wraps a store to keep its first error and ignore later values, so the gathering runs to its end."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -404,7 +404,7 @@ class _DelayedErrors:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """Makes a save in this block gather divided state exactly once, and completely even if the save fails."""
+    """Makes this process gather all divided state exactly once in this block, even if the save in it fails."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield
@@ -440,9 +440,9 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raises an error on every process if one passes a problem: its own, or that of the lowest rank.
+    """Raises an error on every process if any process passes one. All processes must call this function.
 
-    All processes must call it.
+    A process that passes an error raises that error. The others raise the error of the lowest rank that passes one.
     """
     own = None if problem is None else (type(problem).__name__, _words(problem))
     gathered = processes.gather_objects(own)
@@ -490,7 +490,7 @@ def _error(kind: str, words: str) -> Exception:
     other = RuntimeError(f"{kind}: {words}" if words else kind)
     try:
         return known(words) if issubclass(known, Exception) else other  # type: ignore
-    except TypeError:  # no such class, or it needs more arguments
+    except TypeError:  # the class is not built in, or needs more arguments
         return other
 
 

@@ -39,7 +39,7 @@ def built_on(model: Any) -> list[list[int] | None]:
 
 
 def build_optimizers(model: Any, indices: list[list[int] | None]) -> None:
-    """Builds the optimizers of a custom training step. Otherwise its first step would build them."""
+    """Builds optimizers that only the first custom training step would build, so their state can be restored."""
     variables = model.variables
     for optimizer, own in zip(optimizers_of(model), indices):
         if own is not None and not optimizer.built:
@@ -47,7 +47,7 @@ def build_optimizers(model: Any, indices: list[list[int] | None]) -> None:
 
 
 def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
-    """Returns the variables with the state of each replica between reductions (residuals of compression), by name."""
+    """Returns, by name, the variables with the compression errors that each replica keeps for its next gradients."""
     found: dict[str, list[keras.Variable]] = {}
     for part in cross_shards_of(model):
         for name, variables in part.pipeline.transport.carried.items():
@@ -56,7 +56,7 @@ def carried_values(model: Any) -> dict[str, list[keras.Variable]]:
 
 
 def restore_carried(variables: Sequence[keras.Variable], shapes: Sequence[Any], read: Callable[[int], Any]) -> None:
-    """Restores each replica's carried values. Does nothing if shapes or the number of replicas have changed.
+    """Restores the values of `carried_values`. Does nothing if shapes or the number of replicas have changed.
 
     Args:
         variables: the variables of `carried_values` under one name.
@@ -73,12 +73,12 @@ def restore_carried(variables: Sequence[keras.Variable], shapes: Sequence[Any], 
 
 
 def is_stored_whole(optimizer: Optimizer) -> bool:
-    """Whether a backup stores the joined state of all replicas. Such a backup fits any number of replicas."""
+    """Whether a backup stores the state of all shards, joined. Such a backup fits any number of replicas."""
     return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def saved_variables(model: Any) -> list[keras.Variable]:
-    """Returns the variables that a backup stores with their values on rank 0, because processes have the same."""
+    """Returns the variables of which a backup stores rank 0's value, because all processes have the same value."""
     return [*model.variables, *buffers_of(model), *optimizer_variables(model)]
 
 
@@ -89,7 +89,7 @@ def optimizer_variables(model: Any) -> list[keras.Variable]:
 
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
     if is_stored_whole(optimizer):
-        # The backup stores the rest separately, as joined state. That lacks only the counts of skipped steps.
+        # The backup stores the other variables separately, joined from all shards. Only counts of skipped steps remain.
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]

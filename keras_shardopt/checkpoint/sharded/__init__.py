@@ -34,10 +34,10 @@ class Position(NamedTuple):
 def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
     """Save the training state of a model as a new checkpoint to which each process writes its part.
 
-    Every process calls it, at the same point of the program. No process gathers the state of others: each writes its
-    slices of a sharded state, and an equal share of the weights and of other values that all processes have. The
-    checkpoint contains what `callbacks.BackupAndRestore` restores: weights, optimizer state, moving statistics, seeds,
-    random number states, and residuals (errors) of compression. All processes must have access to the directory.
+    Every process must call it, at the same point of the program. No process gathers the state of others: each writes
+    its slices of a sharded state, and an equal share of the values that all processes have, such as weights. The
+    checkpoint contains all that `BackupAndRestore` restores: weights, optimizer state, moving statistics, seeds, random
+    number states, and compression errors (for `error_feedback`). All processes must have access to the directory.
 
     A checkpoint is a folder in `directory`. Its manifest is written last, in one step. Readers ignore a folder without
     a manifest, such as that of a killed job. No locks are used.
@@ -82,10 +82,10 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
 def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     """Restore a model, its optimizer and random number states from a sharded checkpoint.
 
-    Every process calls it, at the same point of the program. The checkpoint may have been saved on another backend, by
-    another number of processes, and with or without `shard_state`. Each process reads the values that it needs, and
+    Every process must call it, at the same point of the program. The checkpoint may have been saved on another backend,
+    by another number of processes, and with or without `shard_state`. Each process reads the values that it needs, and
     checks them against their hashes. With the same number of processes, each gets its random number states and
-    per-replica values. Otherwise all processes get those of process 0, and residuals of compression start at 0.
+    per-replica values. Otherwise all processes get those of process 0, and compression errors start at 0.
 
     Args:
         model: a built `keras.Model`. If it is not compiled, its optimizer state is left out.
@@ -144,7 +144,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
             if folder == folders[-1]:
                 raise
             if process[1] == 0:
-                warn(f"A damaged checkpoint is left out: {error} The one before it is restored.")
+                warn(f"A damaged checkpoint is left out: {error} The previous checkpoint is used instead.")
             continue
         assert checkpoint is not None
         restore(model, checkpoint, process)

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder. Each process writes its pieces and a report (`rank-00000.json`). Process 0 merges the reports
 into `manifest.json`, and writes it last, in one step: a folder without a manifest is not a checkpoint. A piece is
-a box of an array (a range per dimension), or a range of its elements in row-major order. It has at most `PIECE_BYTES`
-bytes, and the manifest has its hash, so readers check every byte that they use.
+a box of an array (a range per dimension), or a range of the flattened array. A piece has at most `PIECE_BYTES` bytes,
+and the manifest holds its hash, so readers check every byte that they use.
 """
 
 from __future__ import annotations
@@ -176,13 +176,13 @@ def _check_covered(path: str, entry: dict[str, Any]) -> None:
     num_elements = sum(math.prod(size) for _, size in boxes)
     if num_elements != math.prod(shape) or _overlap(boxes):
         raise ValueError(
-            f"The pieces of `{path}` must cover its {math.prod(shape)} elements, each once. "
-            f"Received: pieces with {num_elements} elements. Do all processes train the same model?"
+            f"The saved pieces of the array `{path}` must contain each of its {math.prod(shape)} elements once. "
+            f"Received: pieces with {num_elements} elements. Check that all processes train the same model."
         )
 
 
 def _overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether any two of these boxes (start and stop per dimension) have an element in common."""
+    """Return whether any two of these boxes (start and size per dimension) have an element in common."""
     boxes = sorted(boxes, key=lambda box: tuple(box[0]))
     for i, (start, size) in enumerate(boxes):
         for other, length in boxes[i + 1 :]:
@@ -212,12 +212,12 @@ class Checkpoint:
         path = os.path.join(folder, MANIFEST)
         content = read_json(path)
         if not isinstance(content, dict) or content.get("hash") != _hash_of_json(content.get("manifest")):
-            raise OSError(f"The file {path!r} is damaged: it differs from its hash.")
+            raise OSError(f"The file {path!r} is damaged: its content does not match the hash stored in it.")
         self.manifest: dict[str, Any] = content["manifest"]
         if self.manifest["format"] != FORMAT:
             raise ValueError(
                 f"This version reads checkpoints of format {FORMAT}. Received: format {self.manifest['format']} in "
-                f"{folder!r}. Install the version of keras_shardopt that wrote it."
+                f"{folder!r}. Install the version of keras_shardopt that wrote the checkpoint."
             )
         for name, size in self.manifest["files"].items():
             path = os.path.join(folder, name)

@@ -76,17 +76,17 @@ class Save:
         step = step_of_model(self._model)
         if is_inside_window(self._model):
             warn(
-                "A checkpoint does not store the micro-batches of an unfinished update, so training restored from it "
-                f"will differ. Received: a checkpoint after {step} updates, inside a window of "
-                "`gradient_accumulation_steps`. Save after the last micro-batch of a window."
+                "A checkpoint does not store gradients that are accumulated for the next update, so training restored "
+                f"from it will differ. Received: a checkpoint after {step} updates and some micro-batches. Save right "
+                "after an update, which comes after every `gradient_accumulation_steps` batches."
             )
         self.folder: str = os.path.join(directory, from_rank_0(lambda: _new_folder(directory, step)))
         try:
             with raising_together():
                 if not _is_visible(self.folder):
                     raise OSError(
-                        f"All processes must see the same directory. Received: {directory!r}, in which process "
-                        f"{self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
+                        f"All processes must have access to the same directory. Received: {directory!r}, in which "
+                        f"process {self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
                     )
             with raising_together():
                 before_reading(self._model)
@@ -108,7 +108,7 @@ class Save:
         """Return whether all processes have finished the save. All processes must call it.
 
         Args:
-            wait: whether to wait until it is complete.
+            wait: whether to wait until the save is complete.
 
         Raises:
             OSError: on every process, if one process could not write. Then the folder of this save is deleted.
@@ -132,7 +132,7 @@ class Save:
     def _fail(self, index: int, words: str) -> None:
         self._is_stopped.set()
         self._thread.join()
-        processes.gather_objects(None)  # wait until no process writes to it
+        processes.gather_objects(None)  # wait until no process writes to the folder
         if self._process[1] == 0:
             delete(self.folder)
         if self._problem is not None and index == self._process[1]:
@@ -161,7 +161,7 @@ class Save:
             if time.monotonic() > end:
                 raise OSError(
                     f"Process 0 waited {WAIT_SECONDS:.0f} s for the files of processes {sorted(missing)} in "
-                    f"{self.folder!r}. Do all processes write to the same file system?"
+                    f"{self.folder!r}. Check that all processes write to the same file system."
                 )
 
 

@@ -1,7 +1,7 @@
 """Copies a model's training state to the arrays of a sharded checkpoint, and restores it from them.
 
 Arrays have the paths of Keras' weights files. Paths that start with "training/" are for state that such files lack:
-seeds, buffers, residuals of compression, and the state of extensions.
+seeds, buffers, compression errors, and the state of extensions such as local SGD.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.saving.saving_lib._save_state`, `_load_state` - visit all parts of a model that have variables.
@@ -46,7 +46,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# On JAX, `assign` communicates with the other processes to compare values. This module assigns without that.
+# On JAX, `assign` compares values between processes. This module avoids that, because processes may assign alone.
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"
@@ -69,7 +69,7 @@ def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
     for extension, name in extensions_of(model):
         for i, array in enumerate(extension.save_state()):
             sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.asarray(array), process), {})
-    # On all processes: Keras creates an optimizer on the way, which is collective on JAX.
+    # Call `_assets_of` on all processes, because it makes Keras create an optimizer, and on JAX all must do that.
     for name, content in list(_assets_of(model)):
         if process[1] == 0:
             sources[ASSETS + name] = Source(even_parts(np.frombuffer(content, "uint8"), (1, 0)), {})
@@ -200,7 +200,7 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
                 [] if is_optional else [f"`{path}` {'only in the model' if path in own else 'not in the model'}"]
             )
         elif own[path] not in (None, stored[path]):
-            problems.append(f"`{path}` of shape {stored[path]}, but the model's has shape {own[path]}")
+            problems.append(f"`{path}` of shape {stored[path]}, but its shape in the model is {own[path]}")
     if problems:
         raise ValueError(
             f"The checkpoint must be of the same model and optimizer. Received: {checkpoint.folder!r}, with "
@@ -214,7 +214,7 @@ def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) ->
 
 
 def _unbuilt(model: Any, manifest: dict[str, Any]) -> str:
-    """Return a hint if only the checkpoint's optimizer or only the model's was built."""
+    """Return a hint for the error if only the saved optimizer or only the model's optimizer was built."""
     for optimizer, own in zip(optimizers_of(model), manifest["built_on"]):
         if optimizer.built and own is None and manifest["step"] == 0:
             return (
@@ -227,7 +227,7 @@ def _unbuilt(model: Any, manifest: dict[str, Any]) -> str:
 
 
 def _groups(notes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the attributes by the parent path of their array, in objects that replace the groups of an HDF5 file."""
+    """Return the attributes of arrays, grouped by parent path, in the form of the groups of an HDF5 file."""
     groups: dict[str, dict[str, Any]] = {}
     for path, attributes in notes.items():
         group, _, key = path.rpartition("/")
@@ -263,7 +263,7 @@ class _Saved(saving_lib.H5IOStore):
 
     def make(self, path: str, metadata: dict[str, Any] | None = None) -> _Saved:
         self._prefix = f"{path}/vars/" if path else "vars/"
-        self._h5_entry_group = {}  # new per group; wrappers set attributes in it
+        self._h5_entry_group = {}  # a new dict per group, because optimizer wrappers set attributes in it
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:

@@ -133,10 +133,10 @@ def test_pieces_that_overlap_or_are_missing_are_an_error(tmp_path):
         return pieces.Source(OwnParts((4, 4), "float32", parts, is_flat=False), {})
 
     for source in (box((0, 0), (4, 3)), box((0, 0), (0, 0))):
-        with pytest.raises(ValueError, match="must cover its 16 elements, each once"):
+        with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
             written(tmp_path, 1, box=source)
     overlapping = OwnParts((4, 4), "float32", [Part((i, 0), np.zeros((2, 4), "float32")) for i in (0, 1)], False)
-    with pytest.raises(ValueError, match="must cover its 16 elements, each once"):
+    with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
         written(tmp_path, 1, box=pieces.Source(overlapping, {}))
     with pytest.raises(ValueError, match="No process knows the shape of `box`"):
         written(tmp_path, 1, box=pieces.Source(OwnParts(None, "float32", []), {}))
@@ -465,7 +465,7 @@ def test_a_save_waits_for_the_end_of_a_window_of_micro_batches(tmp_path):
     steps = [saves.step_of(folder) for folder in saves.complete_saves(str(tmp_path / "2"))]
     assert steps == [1 + 2, 1 + 4, 1 + 6]  # after 4, 8 and 12 batches
     inside = model(2)
-    with pytest.warns(UserWarning, match="does not store the micro-batches of an unfinished update"):
+    with pytest.warns(UserWarning, match="does not store gradients that are accumulated for the next update"):
         fitted(inside, ks.callbacks.ShardedCheckpoint(tmp_path / "epoch"), epochs=1)
     assert ks.load_sharded(inside, tmp_path / "epoch").step == 1 + 1
     ks.save_sharded(inside, tmp_path / "epoch")  # loading has discarded the window, so there is no warning
