@@ -93,7 +93,7 @@ class Difference(NamedTuple):
     """The first difference between two runs."""
 
     update: int
-    """The first update after which they differ, counted from 1."""
+    """The first update after which the runs differ, counted from 1."""
 
     variable: str
     """The path of the first variable that differs."""
@@ -110,8 +110,8 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
         A `Difference` with the fields `update` and `variable`. None if the files agree on all updates that both have.
 
     Raises:
-        TypeError, ValueError: if `a` or `b` is not such a file; if the runs have different variables, or the files
-            have no update in common.
+        TypeError, ValueError: if `a` or `b` is not a file of `Fingerprints`; if the runs have different variables, or
+            the files have no update in common.
     """
     (names, one), (others, two) = _read("a", a), _read("b", b)
     if names != others:
@@ -135,7 +135,7 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
 
 
 def _read(name: str, file: Any) -> tuple[list[str], dict[int, list[str]]]:
-    """Returns the variable names and, for each update, the fingerprints; the last ones if a run repeated the update."""
+    """Returns the variable names, and the fingerprints by update. For a repeated update, the last line counts."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a str or a path. Received: {name}={file!r}")
     names: list[str] = []

@@ -13,9 +13,9 @@ from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 class StopOnNonFinite(keras.callbacks.Callback):
     """Ends training right after a batch in which `CrossShard(..., on_nonfinite="raise")` finds NaN or infinity.
 
-    Use it on JAX, and on TensorFlow with `jit_compile=True`, because compiled steps cannot raise errors. Such a step
-    skips the update; without this callback, the error is raised when `fit` ends (JAX) or never (TensorFlow). In other
-    cases, the callback has no effect. It waits for the end of each step, because it then reads one number from it.
+    Use this callback on JAX, and on TensorFlow with `jit_compile=True`. Their compiled steps cannot raise errors, so
+    they skip the update. Without the callback, the error is raised when `fit` ends (JAX) or never (TensorFlow). In
+    other cases, the callback has no effect. It reads one number after each step, so it waits for the end of the step.
 
     Raises:
         FloatingPointError: after such a batch, on every process, with the names of the replica and the variable.
@@ -40,5 +40,5 @@ class StopOnNonFinite(keras.callbacks.Callback):
 
 
 def cross_shards_in(model: Any) -> list[CrossShard]:
-    """Returns each `CrossShard` of a model: its optimizers, and the ones that they wrap."""
+    """Returns each `CrossShard` among a model's optimizers and the optimizers inside them."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]

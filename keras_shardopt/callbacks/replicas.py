@@ -22,7 +22,7 @@ class SyncReplicas(keras.callbacks.Callback):
     r"""Starts all replicas with equal variables, and averages the logs of each epoch over processes.
 
     Only models that are not prepared need this callback. A prepared model, such as one compiled inside
-    `data_parallel()`, does both itself. The callback then does nothing, so old scripts still work.
+    `data_parallel()`, copies variables and averages logs itself. Then the callback does nothing.
 
     When training begins, all model variables (frozen weights and seed states included) and all optimizer variables take
     the values of rank 0. At the end of each epoch, every number in the logs becomes $\frac{1}{N} \sum_p v_p$, with $N$
@@ -73,7 +73,7 @@ class SyncReplicas(keras.callbacks.Callback):
         placement.broadcast_state(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages `logs` in place, because later callbacks receive the same dict."""
+        """Replaces the numbers in `logs` by their averages, because later callbacks receive the same dict."""
         if logs is None or is_prepared(self.model):
             return
         everyones = processes.gather_objects(dict(logs))
@@ -91,7 +91,7 @@ class SyncReplicas(keras.callbacks.Callback):
 class CheckReplicas(keras.callbacks.Callback):
     """Compares the replicas' weights and optimizer state bit by bit, and stops training if they differ.
 
-    Without a check, replicas with different weights train on silently: each applies the averaged gradients to its own
+    Without a check, replicas with different weights continue to train: each applies the averaged gradients to its
     weights. This callback checks after every `every` training batches, and when training ends. For a check, replicas
     exchange short hashes of the variables. A hash detects each single flipped bit, and misses any other difference
     with a probability of 1 in 2**32. With one replica, the callback does nothing.
@@ -143,7 +143,7 @@ class CheckReplicas(keras.callbacks.Callback):
         self._restart()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that batches are numbered from 0 again."""
+        """Prepares for an epoch, which numbers its batches from 0 again."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -183,8 +183,8 @@ class CheckReplicas(keras.callbacks.Callback):
                 "All replicas must have the same weights and optimizer state, bit for bit. "
                 f"Received, after {self._num_batches} batches of this `fit`: different values of "
                 f"{check.listed(found, '; of ')}. "
-                "Check that every gradient is reduced, that no replica changes variables alone, and that memory is OK. "
-                "Continue from the last checkpoint; each `fit` of a prepared model starts all replicas equal."
+                "Check that all gradients are averaged, that no replica alone changes variables, and that memory has "
+                "no errors. Continue from the last checkpoint; `fit` of a prepared model starts with equal replicas."
             )
 
 

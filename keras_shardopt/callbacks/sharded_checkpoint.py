@@ -36,10 +36,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     Args:
         directory: str or path. Created if missing. All processes must be able to read and write it.
         save_freq: "epoch" (default), or int >= 1: the number of batches between saves.
-            A save that is due inside a window of `gradient_accumulation_steps` waits for its end.
+            With `gradient_accumulation_steps`, a save waits until the accumulated gradients are applied.
         keep: int >= 1, or None for all. The number of checkpoints to keep: older ones are deleted when a save is
-            complete. Checkpoints that another job writes meanwhile are not deleted, and neither are those of later
-            steps than the model's when training begins. Default: 3.
+            complete. Not deleted: checkpoints that another job writes meanwhile, and checkpoints with more updates
+            than the model has when training begins. Default: 3.
         background: bool. If False, training waits until each save is complete. Default: True.
 
     Raises:
@@ -101,7 +101,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f'{extensions_of(model)[0][0]!r}. Use `save_freq="epoch"`.'
             )
         self._num_batches = 0
-        self._check(wait=True)  # a save that an interrupted `fit` began
+        self._check(wait=True)  # finish a save that an interrupted `fit` began
         with communicating(model):
             step = step_of_model(model)
             folders = from_rank_0(self._list)
@@ -120,7 +120,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return complete_saves(self.directory)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch, because a checkpoint contains it."""
+        """Stores the epoch number for the checkpoints saved in this epoch."""
         self._epoch = epoch
         self._last_batch = -1
 
@@ -140,7 +140,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._begin(epoch + 1)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits until the last save is complete, and frees the host memory that saves have shared."""
+        """Waits until the last save is complete, and frees the host memory that is kept between saves."""
         try:
             self._check(wait=True)
         finally:

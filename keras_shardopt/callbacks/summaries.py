@@ -21,7 +21,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 class TrainingSummaries(keras.callbacks.Callback):
     """Writes TensorBoard summaries of updates, and logs the learning rate and the loss scale next to the loss.
 
-    It writes the values of this table for every `every`-th update. The step in TensorBoard is the number of the update.
+    It writes these values for every `every`-th update. The step in TensorBoard is the number of the update.
 
     | name in `summaries` | tag | value |
     |---|---|---|
@@ -44,8 +44,8 @@ class TrainingSummaries(keras.callbacks.Callback):
 
     If a custom `train_step` uses several optimizers, tags and logs of each begin with its attribute name, such as
     `d_optimizer/learning_rate`. An optimizer that is built in its first update is recorded from the second step on. On
-    JAX, Keras passes only the state of `model.optimizer` through the step, so other optimizers have "learning_rate" and
-    "loss_scale" only.
+    JAX, Keras passes only the state of `model.optimizer` through the step, so for other optimizers only "learning_rate"
+    and "loss_scale" are available.
 
     "gradient_noise_scale" is the running average of `GradientNoise`, over replicas or, with one replica, over
     micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). Each update then also computes a
@@ -136,9 +136,9 @@ class TrainingSummaries(keras.callbacks.Callback):
         hidden = set(checked_summaries(self.summaries)) - {"learning_rate", "loss_scale"}
         if hidden and self.summaries is not None:
             raise ValueError(
-                "On this Keras backend, a training step carries the state of `model.optimizer` only, so values from "
-                f"inside other optimizers are not available. Received: summaries={self.summaries!r}, with "
-                f'`{prefix[:-1]}`. Use `summaries=["learning_rate", "loss_scale"]`.'
+                "On JAX, only `model.optimizer` can have summaries other than the learning rate and the loss scale. "
+                f"Received: summaries={self.summaries!r}, and the optimizer `{prefix[:-1]}` in addition. "
+                'Use `summaries=["learning_rate", "loss_scale"]`.'
             )
         return False
 
@@ -154,7 +154,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         """Computes the number of past batches from the number of updates, because `batch` restarts at 0."""
         self._count_from_updates()
 
-    # This hook avoids `on_train_batch_end`: for a callback with that method, Keras waits for the logs of each step.
+    # Not `on_train_batch_end`: if a callback has that method, Keras waits for the logs of each step.
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the summaries of the last `every` updates, if the batch before this one has completed them."""
         if len(self._recorders) < len(self._optimizers):
@@ -168,8 +168,8 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # An update may use micro-batches of two epochs. Any `num_micro_batches` successive batches have one update,
-            # so expect it in the last ones of the period.
+            # An update may use micro-batches of two epochs, so its exact batch is unknown. Any `num_micro_batches`
+            # successive batches have one update, so expect it in the last `num_micro_batches` of the period.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
         else:  # each optimizer may make several updates in a step, or none, so do not predict them
             for recorder in self._recorders.values():
