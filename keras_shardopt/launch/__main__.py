@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complete(given: argparse.Namespace) -> None:
-    """Fills in the machines from the command that starts this launcher once on each, such as `srun`."""
+    """Fills in `--nnodes` and related arguments if a cluster's command, such as `srun`, started the launcher."""
     task = jobs.started_by() if given.nnodes is None else None
     if task is None:
         given.nnodes = given.nnodes or 1
@@ -88,7 +88,7 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False,  # leave the program's arguments alone
+        allow_abbrev=False,  # otherwise argparse could take an argument of the program for an abbreviation
         prog="python -m keras_shardopt.launch",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_DESCRIPTION,

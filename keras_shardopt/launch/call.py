@@ -23,7 +23,7 @@ def _main(folder: pathlib.Path) -> None:
         text = traceback.format_exc()
         try:
             pickle.loads(pickled := pickler().dumps((error, text)))
-        except Exception:  # some errors cannot be pickled, and others not be unpickled
+        except Exception:  # some errors cannot be pickled, and some cannot be unpickled
             pickled = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
         _write(folder / f"{ERROR}{os.getpid()}", pickled)
         raise

@@ -25,26 +25,26 @@ def launch_processes(
     """Runs a function in several new processes that train one model together, and returns the result of process 0.
 
     It starts the processes with `python -m keras_shardopt.launch` on the backend of KERAS_BACKEND, and prints their
-    output. The function must enter `keras_shardopt.data_parallel()`. The processes share nothing with this one: they
-    get pickled copies of the function and its arguments. So import what it uses inside the function. Needs
+    output. The function must enter `keras_shardopt.data_parallel()`. The new processes share no memory with the caller:
+    they get pickled copies of the function and its arguments. So import modules inside the function. Needs
     `pip install cloudpickle`.
 
     Args:
         function: a function, also one that is defined in a notebook. It can return arrays or a Keras model. For a
             model with custom classes, call `launch_processes` inside `keras.saving.custom_object_scope`.
         num_processes: int >= 1. The number of processes on this machine.
-        args: its positional arguments: data, and no models or tensors of the backend.
-        kwargs: dict or None. Its keyword arguments.
+        args: list or tuple. The positional arguments of `function`: data, and no models or tensors of the backend.
+        kwargs: dict or None. The keyword arguments of `function`.
 
     Returns:
-        What the function returns in process 0.
+        The result of the function in process 0.
 
     Raises:
         ValueError: if `num_processes` is less than 1, or KERAS_BACKEND is not set.
         TypeError: if `function` is not callable, `args` not a sequence, or `kwargs` not a dict.
         ImportError: if cloudpickle is not installed.
-        RuntimeError: if a process ends without an error of Python. Otherwise, the error of the first process that
-            failed, with its traceback. All other processes have ended then, as after an interrupt.
+        RuntimeError: if a process fails without a Python exception, as after a signal. If a process raises an
+            exception, the first such exception is raised here. All processes have ended then, as after an interrupt.
 
     Example:
         >>> import keras_shardopt as ks
@@ -63,8 +63,8 @@ def launch_processes(
         )
     if "KERAS_BACKEND" not in os.environ:
         raise ValueError(
-            "`launch_processes` starts processes with the backend of this environment variable. Received: no "
-            'KERAS_BACKEND. Set it before `import keras`: `os.environ["KERAS_BACKEND"] = "torch"`.'
+            "`launch_processes` needs the environment variable KERAS_BACKEND, so that new processes use its backend. "
+            'Received: none. Set it before `import keras`: `os.environ["KERAS_BACKEND"] = "torch"`.'
         )
     call = pickler().dumps((function, tuple(args), dict(kwargs or {})))
     with tempfile.TemporaryDirectory() as name:  # only this user can read it
@@ -82,8 +82,8 @@ def launch_processes(
             )
         if not (folder / RESULT).exists():
             raise RuntimeError(
-                "The function must return. Received: a process 0 that ended with exit status 0 before, as after "
-                "`sys.exit()`. Return in place of that call."
+                "The function must return. Received: process 0 ended with exit status 0 before the function returned, "
+                "as after `sys.exit()`. Replace `sys.exit()` by `return`."
             )
         return pickle.loads((folder / RESULT).read_bytes())
 
@@ -109,7 +109,7 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interrupt reaches this process only, which passes it on once
+        start_new_session=True,  # otherwise Ctrl-C would reach the launcher twice: directly, and from this process
     )
     assert process.stdout is not None
     try:
@@ -119,5 +119,5 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
         return process.wait()
     finally:
         if process.poll() is None:
-            process.terminate()  # the launcher ends its processes, also if SIGINT is ignored
+            process.terminate()  # SIGTERM, because the launcher may ignore SIGINT; the launcher ends its processes
             process.wait()

@@ -12,7 +12,7 @@ from keras_shardopt.launch.supervisor import supervise
 def start(job: Job) -> int:
     """Runs this machine's processes of the job. Returns the exit status."""
     found = environments(job)
-    # Explain aborts, because JAX's message names at most the missing task, not the cause.
+    # JAX aborts a process without a clear message if another process is missing, so let the supervisor explain it.
     coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
     advice = f" JAX aborts if process 0 ({coordinator}) does not answer or another is missing." if coordinator else ""
     return supervise(job, found, advice)

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The command line of a process. It is the same for all."""
+        """The command line of each process."""
         return [sys.executable, "-u", *self.program]
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class Job:
                 f"and a free port there. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
             )
         if not self.program:
-            raise JobError("The program is missing. Received: none. Put it after the options: `--nproc 2 train.py`.")
+            raise JobError("A program to run must follow the options, as in `--nproc 2 train.py`. Received: none.")
         if self.program[0] != "-m" and not pathlib.Path(self.program[0]).is_file():
             raise JobError(f"The program must be a file, or a module after -m. Received: {self.program[0]!r}.")
 
@@ -90,15 +90,15 @@ def free_ports(number: int) -> list[int]:
 
 
 def visible_gpus(job: Job) -> list[str | None]:
-    """Returns the value of CUDA_VISIBLE_DEVICES for each process of this machine. None: do not change it."""
+    """Returns CUDA_VISIBLE_DEVICES for each process of this machine. None: leave the variable unchanged."""
     all_gpus = jobs.visible_gpus()
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc
     each = job.devices_per_process or len(all_gpus) // job.nproc
     if each == 0 or each * job.nproc > len(all_gpus):
         raise JobError(
-            f"{job.nproc} processes with {max(each, 1)} GPUs each need {max(each, 1) * job.nproc}. Received: "
-            f"{len(all_gpus)} GPUs ({','.join(all_gpus)}). Start fewer processes, or set CUDA_VISIBLE_DEVICES= to use "
-            "the CPU."
+            f"{job.nproc} processes with {max(each, 1)} GPUs each need {max(each, 1) * job.nproc} GPUs. Received: "
+            f"{len(all_gpus)} GPUs ({','.join(all_gpus)}). Start fewer processes, or use the CPU: set "
+            "CUDA_VISIBLE_DEVICES to an empty value."
         )
     return [",".join(all_gpus[i * each : (i + 1) * each]) for i in range(job.nproc)]

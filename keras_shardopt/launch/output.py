@@ -27,7 +27,7 @@ class Output:
         self._bar = ""  # the bar now shown in the terminal's last line
         self._readers: list[threading.Thread] = []
         self.raised: dict[int, tuple[float, str]] = {}
-        """For each process that has printed a traceback: the time and the last line of the last one."""
+        """For each process that has printed a traceback: the time and the last line of its latest traceback."""
 
     def copy(self, process: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
         """Starts threads that copy the output of a process."""
@@ -97,7 +97,9 @@ class _Tracebacks:
     def error_of(self, line: str) -> str | None:
         """Returns the line if it ends a traceback; otherwise None."""
         line = _RANK.sub("", line.rstrip("\r"))
-        found = self._is_inside and line[:1].isidentifier()  # lines of carets can lack their indentation
+        # The unindented line that names the exception ends a traceback. Lines of markers (`^^^^`) are not indented
+        # either in some versions of Python, so also require a letter at the start.
+        found = self._is_inside and line[:1].isidentifier()
         if line == "Traceback (most recent call last):":
             # Tracebacks of threads and of `__del__` do not end the process.
             self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))

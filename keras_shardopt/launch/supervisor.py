@@ -17,7 +17,7 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 """Signals that end a program. The launcher forwards them, because a terminal sends them only to the launcher."""
 
 _SECONDS_TO_FAIL = 5.0
-"""If one process fails, the others get this time to report it before SIGTERM, and again before SIGKILL."""
+"""After a process fails, the other processes get this time before SIGTERM, and again before SIGKILL."""
 
 _SECONDS_TO_END = 15.0
 """After a forwarded signal, a process gets this time to end before it is killed."""
@@ -92,7 +92,7 @@ def _wait(
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
                 limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
-                output.say(f"process {job.ranks[failed]} failed; other processes end after {_SECONDS_TO_FAIL:g} s.")
+                output.say(f"process {job.ranks[failed]} failed; all others are ended after {_SECONDS_TO_FAIL:g} s.")
         if None not in statuses:
             return failed
         if len(received) > num_sent:
@@ -123,7 +123,7 @@ _MOST_LETTERS = 300
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """Collects the signals that would end this program in a list. Ignored ones (as with nohup) stay ignored."""
+    """Yields a list that collects signals that would end this program. Already ignored signals (nohup) stay ignored."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:

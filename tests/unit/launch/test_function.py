@@ -73,7 +73,7 @@ def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
     "status, words",
     [
         (137, "the exit status 137 of `python -m keras_shardopt.launch --nproc 1`"),
-        (0, "must return. Received: a process"),
+        (0, "must return. Received: process 0"),
     ],
 )
 def test_a_process_that_does_not_return_raises(monkeypatch, capsys, status, words):
@@ -136,7 +136,7 @@ def test_bad_arguments_raise_before_processes_start(monkeypatch):
         with pytest.raises(TypeError, match="`function` must be callable, `args` a list .* Received: function="):
             ks.launch_processes(*wrong)
     monkeypatch.delenv("KERAS_BACKEND")
-    with pytest.raises(ValueError, match=r'Received: no KERAS_BACKEND. Set it before `import keras`: `os.environ\["'):
+    with pytest.raises(ValueError, match=r'Received: none. Set it before `import keras`: `os.environ\["'):
         ks.launch_processes(trained, 2)
 
 

@@ -56,7 +56,7 @@ def test_one_that_fails_ends_all_and_its_status_is_that_of_the_job(tmp_path, mon
     )
     assert supervisor.supervise(made(tmp_path, text), numbered(2)) == 7
     assert capfd.readouterr().err.splitlines() == [
-        "keras_shardopt.launch: process 1 failed; other processes end after 0.2 s.",
+        "keras_shardopt.launch: process 1 failed; all others are ended after 0.2 s.",
         "keras_shardopt.launch: process 1 failed. Exit status: 7.",
     ]
 
@@ -294,7 +294,7 @@ def test_processes_divide_the_gpus(tmp_path, monkeypatch):
     assert job.visible_gpus(made(tmp_path, "")) == ["4,5", "6,7"]
     assert job.visible_gpus(made(tmp_path, "", devices_per_process=1)) == ["4", "5"]
     assert job.visible_gpus(made(tmp_path, "", 1)) == [None]
-    with pytest.raises(job.JobError, match=r"5 processes with 1 GPUs each need 5. Received: 4 GPUs"):
+    with pytest.raises(job.JobError, match=r"5 processes with 1 GPUs each need 5 GPUs. Received: 4 GPUs"):
         job.visible_gpus(made(tmp_path, "", 5))
 
 
@@ -309,7 +309,7 @@ def test_ports_are_free_and_differ():
         (["--nproc", "two", __file__], "`--nproc` must be a number"),
         (["--nproc", "3:2", __file__], "`--nproc` must be a number, or a minimum"),
         (["--nproc", "0", __file__], "`--nproc` must be at least 1"),
-        (["--nproc", "2"], "The program is missing"),
+        (["--nproc", "2"], "A program to run must follow"),
         (["nothing.py"], "The program must be a file"),
         (["--nnodes", "2", __file__], "need `--coordinator HOST:PORT`"),
         (["--nnodes", "2", "--node-rank", "2", "--coordinator", "a:1", __file__], "from 0 to 1. Received: 2"),
