@@ -109,10 +109,10 @@ class CodedTransport(Transport):
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of other tensors, such as weights. They are sent encoded.
+        """Return the means over replicas of tensors that are not gradients, such as weights. Sends them encoded.
 
         Raises:
-            ValueError: if these replicas do not support the codec.
+            ValueError: if the backend does not support the codec.
         """
         self._check()
         kept = [self.residuals[i] for i in places] if self.codec.error_feedback else []

@@ -153,13 +153,13 @@ class PartsStep(TrainStep):
         return self._number
 
     def begin_call(self) -> None:
-        """Forget what can differ between two calls of `fit`, `evaluate` or `predict`."""
+        """Clear the cached number of parts and list of layer variables, because the model can change between calls."""
         super().begin_call()
         self._number = None
         self._kept.begin_call()
 
     def begin_fit(self) -> None:
-        """Forget which weights the layers change in their call, because a `fit` can have a changed model."""
+        """Clear the list of weights that layers change in their call, because the model can change between fits."""
         self._kept.changed_weights = None
 
     def num_parts_of(self, num_ranks: int) -> int:
@@ -224,7 +224,8 @@ class _State:
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
+        # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows. So the
+        # metrics of mean losses are summed over all parts, and other metrics only over parts with rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -273,7 +274,7 @@ class _State:
 
     @torch.no_grad()
     def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
-        """Set the state after all parts of all ranks.
+        """Set the variables to their values after the whole batch, from the changes of all parts on all ranks.
 
         Args:
             tree: sums tensors over ranks.

@@ -57,7 +57,7 @@ class ResumesLocal(keras.Model):
     train_function: Any
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Make the training function, and wrap it to restore each replica's weights first."""
+        """Make the training function. If weights show the mean, its next call first restores each replica's weights."""
         super().make_train_function(*args, **kwargs)
         object.__setattr__(self, _WAS_READ, True)
         if getattr(self.train_function, "func", None) is not _resuming:

@@ -56,7 +56,12 @@ class NoiseAverages:
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 
     def update(self, measured: Sequence[Tensor], mean_square: Tensor) -> None:
-        """Update the averages with the result of `GradientNoise.local` and the mean gradient's squared norm."""
+        """Update the moving averages of the estimates from one update's norms.
+
+        Args:
+            measured: means over replicas: the parts' squared norm, whether rows are uneven (> 0), the rows per part.
+            mean_square: the squared norm of the mean gradient.
+        """
         (mean, uneven, rows), parts = measured, self._num_parts
         signal, noise = parts * mean_square - mean, parts * (mean - mean_square)
         now = ops.stack([signal, noise, noise * rows]) / max(parts - 1, 1)

@@ -308,12 +308,12 @@ class _Work:
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
-        """Set the state after all parts of all replicas. Return the logs of the batch.
+        """Set the variables to their values after the whole batch, from the parts of all replicas. Return the logs.
 
         Args:
             tree: sums tensors over replicas.
             changes: the changes of variables, summed over this replica's parts.
-            same: the final values in this replica's last part of variables that are not floats, such as seeds.
+            same: the values of variables that are not floats, such as seeds, after this replica's last part.
         """
         size = len(self._sums)
         sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
