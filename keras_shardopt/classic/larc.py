@@ -120,7 +120,7 @@ class LARC(OptimizerWrapper):
         return result
 
     def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
-        """Return the factor $r$ of a gradient: a scalar tensor in float32 (float64 for a float64 gradient)."""
+        """Return the factor that scales a gradient: a scalar tensor in float32 (float64 for a float64 gradient)."""
         return self._ratios([self._wide(grad, variable)], [variable])[0]
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
