@@ -8,7 +8,7 @@ from support import launch
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 NUM_DIFFERENCES = 23
-NUM_CALLS = 13
+NUM_CALLS = 15
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def test_every_difference_is_named_on_every_rank_before_the_first_update(passed)
         *("prepare on one rank later", "one stops early", "one evaluates"),
         *("one leaves out an update", "an error on one rank, which lives on"),
         *("one leaves and evaluates", "one leaves the last promised step", "one stops after a batch of another model"),
+        *("one leaves a loop of its own", "one leaves a loop without overlap"),
     ],
 )
 def test_different_calls_are_named_on_every_rank(passed, name):

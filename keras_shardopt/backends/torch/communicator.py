@@ -20,6 +20,7 @@ from keras_shardopt.backends.communicator import Communicator, GradientState, in
 from keras_shardopt.backends.models import buffers_of, has_built_in_step, ids_of_states, living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import (
+    EXCHANGE,
     failure,
     gather_objects,
     naming_missing_ranks,
@@ -103,6 +104,10 @@ class TorchProcessGroup(Communicator):
         """Release the groups that `split` made, because they are destroyed with the default group."""
         self._groups_by_ranks.clear()
 
+    @property
+    def _joint_call(self) -> str:
+        return EXCHANGE if self._process_group is None else ""
+
     @torch.compiler.disable
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         ddp = self._ddp_owner(_tensor(variables[0]))
@@ -127,7 +132,7 @@ class TorchProcessGroup(Communicator):
             flats.append((indices, flat))
         for number, (indices, flat) in enumerate(flats):
             with naming_missing_ranks(under_way):
-                wait_for(under_way[number])
+                wait_for(under_way[number], call=self._joint_call)
             if op == "mean":
                 flat.div_(self.num_replicas)
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
@@ -150,7 +155,7 @@ class TorchProcessGroup(Communicator):
             gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
             with naming_missing_ranks():
-                wait_for(dist.all_to_all_single(gathered, tensor, group=group, async_op=True))
+                wait_for(dist.all_to_all_single(gathered, tensor, group=group, async_op=True), call=self._joint_call)
             return gathered.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
         note("reduce_scatter", [tensor], size)
@@ -175,7 +180,7 @@ class TorchProcessGroup(Communicator):
             work, result = self.begin(kind, tensors)
             under_way.append(work)
             del work  # or this frame would keep its connections open after a failure
-            wait_for(under_way[0])
+            wait_for(under_way[0], call=self._joint_call)
         return result()
 
     @torch.no_grad()

@@ -16,9 +16,6 @@ from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
-CALL = "reduces the gradients of an update"
-"""Completes "rank 0 ..." in error messages about a reduction of gradients."""
-
 
 @dataclasses.dataclass
 class FlatBucket:

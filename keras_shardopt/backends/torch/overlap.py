@@ -38,10 +38,10 @@ from torch.autograd import Variable as _Autograd
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.flat_bucket import CALL, flat_buckets
+from keras_shardopt.backends.torch.flat_bucket import flat_buckets
 from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.backends.torch.nonfinite import first_not_finite
-from keras_shardopt.backends.torch.process_group import exchanges_statistics, naming_missing_ranks, wait_for
+from keras_shardopt.backends.torch.process_group import UPDATE, exchanges_statistics, naming_missing_ranks, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import Slices, sliced_buckets
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, Optimizer, ReduceOp, Tensor, Variable
@@ -365,13 +365,13 @@ class Buckets:
         while self._num_sent - self._num_received >= bucket.num_under_way:
             self._receive()
         bucket.encode()
-        with naming_missing_ranks(self._under_way, CALL):
+        with naming_missing_ranks(self._under_way, UPDATE):
             self._under_way.append(bucket.send())
         self._num_sent += 1
 
     def _receive(self) -> None:
-        with naming_missing_ranks(self._under_way, CALL):
-            wait_for(self._under_way[self._num_received])
+        with naming_missing_ranks(self._under_way, UPDATE):
+            wait_for(self._under_way[self._num_received], call=UPDATE)
         self._buckets[self._num_received].receive(self._adds)
         self._num_received += 1
         for bucket in self._buckets[self._num_received + 1 :][:1]:

@@ -261,7 +261,7 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
         except ValueError:
             if _open is not None:
                 _open.announced_at_error = _open.num_announced
-            if zlib.crc32(_STEP.encode()) in kinds:
+            if any(zlib.crc32(each.encode()) in kinds for each in (_STEP, UPDATE, EXCHANGE)):
                 # Close the group, or a pending collective would match a different one that another rank starts next.
                 close_group(has_failed=True)
             raise
@@ -271,6 +271,9 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 
 
 _STEP = "makes a step of a prepared model"
+UPDATE = "reduces the gradients of an update"
+EXCHANGE = "exchanges tensors"
+"""The words in errors for a collective of all ranks that is not announced, after "rank 0"."""
 
 
 def can_promise_steps() -> bool:
@@ -291,10 +294,11 @@ def note_error(words: str) -> None:
         _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
 
 
-def wait_for(work: Any, announcement: int = 0) -> None:
+def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
     """Wait for a collective that other ranks might never start, although they have announced it.
 
-    If the collective is an announcement, `announcement` is its number. Otherwise it is 0.
+    If the collective is an announcement, `announcement` is its number. Otherwise it is 0. `call` names a collective of
+    all ranks that none has announced, as in an update of a custom training loop.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
@@ -310,7 +314,7 @@ def wait_for(work: Any, announcement: int = 0) -> None:
         assert _open is not None
         if announcement:
             _write_note(_open, _AWAY, announcement)
-        found = _error_elsewhere(_open, announcement)
+        found = _error_elsewhere(_open, announcement, bool(call))
         if found is None:
             away_since = None
         elif away_since is None:
@@ -318,7 +322,7 @@ def wait_for(work: Any, announcement: int = 0) -> None:
         elif time.monotonic() - away_since >= AWAY_SECONDS:
             if found:
                 raise RuntimeError(found)
-            announce(_STEP)
+            announce(_STEP if _open.num_due else call)
     work.wait()
 
 
@@ -339,13 +343,14 @@ def _read_note(group: _Group, key: str) -> tuple[int, str]:
     return int(number), words
 
 
-def _error_elsewhere(group: _Group, announcement: int) -> str | None:
+def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str | None:
     """Return the error that took another rank out of `fit`, "" if another rank has announced a later call, or None."""
     found: list[str] = []
 
     def read_notes() -> None:
         # Read `_AWAY` only in a step of all ranks: if only some ranks train, the others can announce other calls.
-        if not announcement and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
+        is_joint = not announcement and (is_of_all or group.num_due)
+        if is_joint and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
         # Ignore errors that this rank also had, or that all ranks have recovered from.
@@ -421,7 +426,7 @@ class naming_missing_ranks:
     """
 
     # A class, because `contextlib.contextmanager` makes twice the calls, and some steps enter this ten times.
-    def __init__(self, under_way: list[Any] | None = None, call: str = "exchanges tensors") -> None:
+    def __init__(self, under_way: list[Any] | None = None, call: str = EXCHANGE) -> None:
         self._under_way, self._call = under_way, call
         self._start = time.monotonic()
 

@@ -14,9 +14,8 @@ import torch
 
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.torch.communicator import buckets_by_dtype
-from keras_shardopt.backends.torch.flat_bucket import CALL
 from keras_shardopt.backends.torch.nonfinite import is_sum_finite
-from keras_shardopt.backends.torch.process_group import naming_missing_ranks, wait_for
+from keras_shardopt.backends.torch.process_group import UPDATE, naming_missing_ranks, wait_for
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor
 
@@ -92,8 +91,8 @@ class CodedBucket:
     def finish(self) -> None:
         """Run the remaining collectives, and fill `results` and `flags`."""
         while self._receive is not None:
-            with naming_missing_ranks(self._under_way, CALL):
-                wait_for(self._under_way[self._number])
+            with naming_missing_ranks(self._under_way, UPDATE):
+                wait_for(self._under_way[self._number], call=UPDATE)
             self._start_next()
 
     def release(self) -> None:
@@ -105,7 +104,7 @@ class CodedBucket:
         assert self._receive is not None
         self._advance(self._receive())
         if self._next is not None:
-            with naming_missing_ranks(self._under_way, CALL):
+            with naming_missing_ranks(self._under_way, UPDATE):
                 self._under_way[self._number] = self.send()
 
     def _advance(self, received: Any) -> None:

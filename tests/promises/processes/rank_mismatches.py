@@ -22,6 +22,7 @@ import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.fit import callbacks as fit_callbacks
+from keras_shardopt.fit.scope import largest_difference
 
 warnings.filterwarnings("ignore")
 
@@ -241,6 +242,20 @@ def leave_out_an_update(model):
     fit_long(model)
 
 
+REDUCES = "reduces the gradients of an update"
+
+
+def loop_of_ones_own(model, leaves=False, **speed):
+    """A custom training loop, which one rank leaves after an error that it caught, for a call of all ranks."""
+    optimizer, variables = ks.CrossShard(SGD(0.1), torch=ks.TorchSpeed(**speed)), model.trainable_variables
+    for step in range(3):
+        if leaves and step == 2:
+            largest_difference(model.trainable_variables)
+        model.zero_grad()
+        model(ROWS[:4]).sum().backward()
+        optimizer.apply([v.value.grad for v in variables], variables)
+
+
 CALLS_IN_PROMISED_STEPS = {
     "one leaves out an update": (fit_long, leave_out_an_update, (STEPS, "a prepared model")),
     "one stops early": (fit_long, stop_early, (STEPS, "ends an epoch of a prepared model")),
@@ -256,8 +271,17 @@ CALLS_IN_PROMISED_STEPS = {
         train_another_and_stop,
         (STEPS, "ends an epoch of a prepared model"),
     ),
+    "one leaves a loop of its own": (
+        loop_of_ones_own,
+        functools.partial(loop_of_ones_own, leaves=True),
+        (REDUCES, "compares weights"),
+    ),
+    "one leaves a loop without overlap": (
+        functools.partial(loop_of_ones_own, overlap=False),
+        functools.partial(loop_of_ones_own, overlap=False, leaves=True),
+        ("exchanges tensors", "compares weights"),
+    ),
 }
-REDUCES = "reduces the gradients of an update"
 CALLS_THAT_MEET_GRADIENTS = {
     "prepare on one rank later": (fit_twice, fit_and_fit_prepared, (REDUCES, TRAINS)),
 }
