@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from compiled.test_modes import MISSING
+from support.suites import some
 
 pytestmark = [
     pytest.mark.backends("jax"),
@@ -25,8 +26,24 @@ model.fit(x, x, batch_size=len(x), verbose=0)
 """
 
 
-def command(folder, *arguments, width=64, layers=1, shard_state=False):
-    (folder / "train.py").write_text(PROGRAM.format(width=width, layers=layers, shard_state=shard_state))
+MODEL_PARALLEL = """
+import keras, numpy as np, keras_shardopt as ks
+
+devices = keras.distribution.list_devices()
+layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((4, 4), ["batch", "model"], devices))
+layouts[".*up/kernel"], layouts[".*up/bias"], layouts[".*down/kernel"] = (None, "model"), ("model",), ("model", None)
+keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+layers = [(4 * {width}, "up"), ({width}, "down")] * {layers}
+dense = [keras.layers.Dense(width, name=f"{{i}}_{{name}}") for i, (width, name) in enumerate(layers)]
+model = keras.Sequential([keras.Input(({width},)), *dense])
+model.compile(ks.CrossShard(keras.optimizers.Adam(), shard_state={shard_state}), "mse")
+x = np.zeros((64, {width}), "float32")
+model.fit(x, x, batch_size=len(x), verbose=0)
+"""
+
+
+def command(folder, *arguments, program=PROGRAM, width=64, layers=1, shard_state=False):
+    (folder / "train.py").write_text(program.format(width=width, layers=layers, shard_state=shard_state))
     line = [sys.executable, "-m", "keras_shardopt.compile_for", *arguments, "train.py"]
     environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=400)
@@ -58,6 +75,37 @@ def test_each_of_1024_devices_holds_an_equal_share_of_the_state(width, max_over_
     assert held == counters + 2 * 4 * 5 * (math.ceil(width * width / 1024) + math.ceil(width / 1024))
     # With five Dense(64) an equal share is 20.3 numbers a slot, of which each bias of 64 takes one.
     assert held <= max_over_ideal * (counters + 2 * weights) / 1024
+
+
+@pytest.mark.parametrize(
+    ("target", "width", "shard_state"),
+    # A kernel of 516 x 2064 divides among the devices, one of 510 x 2040 does not.
+    some(
+        [("tpu:v5e:4x4", 512, True), ("tpu:v5e:4x4", 512, False), ("h100:16", 516, True), ("h100:16", 510, True)],
+        [("tpu:v5e:4x4", 512, True)],
+    ),
+)
+def test_state_is_divided_over_both_axes_of_a_mesh(target, width, shard_state, tmp_path):
+    """Four replicas of four chips each: Adam's slots take a sixteenth of a chip's whole, not a fourth."""
+    program = {"program": MODEL_PARALLEL, "width": width, "layers": 2, "shard_state": shard_state}
+    done = command(tmp_path, "--json", target, **program)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    kernels, columns, rows = 4 * 4 * 4 * width * width, 2 * 4 * 4 * width, 2 * 4 * width
+    assert found["weights_bytes"] == kernels + columns + rows
+    weights, batch = (kernels + columns) / 4 + rows, 2 * 4 * (64 // 4) * width
+    held, share = found["memory_bytes"]["arguments"] - weights - batch, 2 * found["weights_bytes"] / 16
+    print("held", held, "share", share, held / share)
+    assert held == pytest.approx(share if shard_state else 2 * weights, rel=0.02)
+    sent = {}
+    for each in found["collectives"]:
+        assert each["group_size"] in (4, 16)  # of an axis, and of the mesh
+        sent[each["kind"]] = sent.get(each["kind"], 0) + (each["num_bytes"] if each["group_size"] == 4 else 0)
+    print("sent", {kind: num_bytes / kernels * 4 for kind, num_bytes in sent.items()})
+    if width == 512:  # each chip sends the gradients of its part of the weights among replicas
+        kinds = ("reduce-scatter", "all-gather") if shard_state else ("all-reduce",)
+        for kind in kinds:
+            assert sent[kind] == pytest.approx(kernels / 4, rel=0.05)
 
 
 def test_a_plot_needs_several_targets(tmp_path):

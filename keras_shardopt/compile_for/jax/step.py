@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from keras.src.backend.jax.core import JaxVariable
 
 from keras_shardopt.compile_for import hlo
@@ -127,7 +127,7 @@ def _shape(value: Any) -> Any:
 
 def compiled(step: FirstStep, target: Target) -> Compiled:
     """Compiles the step for the target's devices."""
-    mesh = Mesh(np.array(_devices(target)), ("batch",))
+    mesh = _mesh(step.arguments, target)
     shardings = jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]
     plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), step.arguments)
     begin = time.perf_counter()
@@ -160,6 +160,14 @@ def compiled(step: FirstStep, target: Target) -> Compiled:
 
 def _num_bytes(value: Any) -> int:
     return int(np.prod(value.shape)) * value.dtype.itemsize
+
+
+def _mesh(arguments: Any, target: Target) -> Mesh:
+    """Returns the target's devices in a mesh with the axes of the program's mesh."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    own = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
+    names, shape = (("batch",), (target.num_devices,)) if own is None else (own.axis_names, own.devices.shape)
+    return Mesh(np.array(_devices(target)).reshape(shape), names)
 
 
 def _devices(target: Target) -> Any:
