@@ -91,6 +91,10 @@ class Placement:
         (array,) = arrays
         variable.assign(array)
 
+    def bytes_held(self, variables: Sequence[Variable]) -> int:
+        """Return the bytes of the arrays of variables on the replica of this process that holds most."""
+        return sum(self.replica_values(variable)[0].nbytes for variable in variables)
+
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         """Hash each replica's copy of each variable. All processes call it together and get the same result.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -53,15 +54,26 @@ _buffers: dict[tuple[np.dtype[Any], int], list[np.ndarray]] = {}
 """Arrays of a completed save, by dtype and size. The next save reuses them, because new memory takes longer."""
 
 
+_copies: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+"""The copies that exist, by `id`."""
+
+
 def host_copy(tensor: Any) -> np.ndarray:
     """Return a copy of a tensor in host memory."""
     values = np.asarray(ops.convert_to_numpy(tensor))
     free = _buffers.get((values.dtype, values.size))
     if not free:
-        return values if values.flags.owndata else np.array(values)
-    buffer = free.pop().reshape(values.shape)
+        copy = values if values.flags.owndata else np.array(values)
+        _copies[id(copy)] = copy
+        return copy
+    buffer = free.pop().reshape(values.shape)  # a view: the copy that it was counts
     np.copyto(buffer, values)
     return buffer
+
+
+def bytes_of_copies() -> int:
+    """Return the bytes of host memory that saves hold now in this process."""
+    return sum(copy.nbytes for copy in _copies.values())
 
 
 def reuse(parts: Iterable[Part]) -> None:
@@ -81,7 +93,7 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     """Return a copy of a process's share of an array that all processes have. See `even_range`."""
     start, stop = even_range(array.size, process)
     is_own = start < stop or (array.size == 0 and process[1] == 0)
-    parts = [Part((start,), np.array(array.reshape(-1)[start:stop]))] if is_own else []
+    parts = [Part((start,), host_copy(array.reshape(-1)[start:stop]))] if is_own else []
     return OwnParts(array.shape, str(array.dtype), parts)
 
 

@@ -12,6 +12,7 @@ from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
 from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import register_created
+from keras_shardopt.optimizers.memory import ReportsMemory
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.one_replica import OneReplicaShortcut
 from keras_shardopt.optimizers.two_phases import TwoPhases
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState, HasOptions):
+class CrossShard(
+    OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommunication, ReportsMemory, ShardedState, HasOptions
+):
     r"""Averages gradients over all replicas, once per update.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets

@@ -1,9 +1,10 @@
-"""The bytes of optimizer state on each replica."""
+"""The memory of each replica: its optimizer state, and the other memory that training keeps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,11 +12,21 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Variable, dtype_of
 
 
+class Bytes(NamedTuple):
+    """The bytes of one kind of memory on one replica."""
+
+    predicted: int | None
+    """Computed from shapes, dtypes and layouts. None if the package cannot compute it."""
+
+    measured: int | None
+    """Bytes of the arrays that exist now. None if the backend does not show them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The optimizer state of each replica, in bytes. `print` formats it.
+    """The memory of each replica, in bytes. `print` formats it.
 
-    Counts the state of the wrapped optimizers and their master weights, but not accumulated gradients.
+    `held`, `whole` and `replicated` are about the state of the wrapped optimizers and their master weights.
     """
 
     held: list[int | None]
@@ -27,6 +38,18 @@ class MemoryReport:
 
     replicated: list[tuple[str, int, str]]
     """State that each replica holds whole: the path, its bytes, and the reason."""
+
+    kinds: dict[str, Bytes] = dataclasses.field(default_factory=dict)
+    """The memory of this process's replica by kind; with several replicas, of the one that holds most.
+
+    - "weights": all weights of the compiled model; without one, the trainable variables.
+    - "gradients": one gradient per trainable variable, and the sums of `gradient_accumulation_steps`. Measured on
+      PyTorch only, because they exist only inside the compiled steps of TensorFlow and JAX.
+    - "state": the optimizer state.
+    - "buffers": memory that updates keep: buckets, slices of weights, errors of a codec, counters. Temporary memory of
+      a step is not included. Not predicted for buckets of a codec.
+    - "host copies": predicted: the host memory of one sharded checkpoint. Measured: all copies that saves hold now.
+    """
 
     @property
     def ideal(self) -> float:
@@ -46,6 +69,10 @@ class MemoryReport:
             text = "unknown here" if held is None else f"{held:,} bytes, {held / max(self.ideal, 1e-9):.3f} of ideal"
             lines.append(f"  replica {replica}: {text}")
         lines += [f"  on every replica: {path}, {size:,} bytes: {why}" for path, size, why in self.replicated]
+        lines += ["bytes on this replica:       predicted        measured"] if self.kinds else []
+        for kind, each in self.kinds.items():
+            shown = ["unknown" if number is None else f"{number:,}" for number in each]
+            lines.append(f"  {kind:20} {shown[0]:>15} {shown[1]:>15}")
         return "\n".join(lines)
 
 
@@ -69,6 +96,13 @@ def item_size(variable: Variable) -> int:
 
 # Backends that can divide a variable among devices.
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
+
+
+def bytes_on_a_replica(variables: Sequence[Variable]) -> int:
+    """Return the bytes of these variables on a replica (or device), computed from shapes and layouts."""
+    if _layouts is None:
+        return sum(size_of(v) * item_size(v) for v in variables)
+    return sum(max(_layouts.bytes_per_device(v)) for v in variables)
 
 
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:

@@ -57,8 +57,7 @@ class ShardedState(OptimizerWrapper):
         if self._shards is not None:
             self._shards.bind_state(self)
         elif self._lays_out_state:
-            own = {id(v) for v in self._variables}
-            placement.place([v for v in self.variables if id(v) not in own], "sharded")
+            placement.place(self._state, "sharded")
 
     def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
         """Raise ValueError if the state was not divided among these replicas."""
@@ -93,33 +92,15 @@ class ShardedState(OptimizerWrapper):
             return []
         return [v for v in self.inner.variables if self._shards.is_divided(v)]
 
-    def memory_report(self) -> MemoryReport:
-        """Return the bytes of optimizer state on each replica, and the state that all replicas hold whole.
-
-        Returns:
-            A `MemoryReport` with `held` by replica, `ideal`, `max_over_ideal` and `replicated`. `print` formats it.
-
-        Raises:
-            ValueError: before the optimizer is built.
-
-        Example:
-            >>> import keras, keras_shardopt as ks
-            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-            >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
-            >>> optimizer.build(model.trainable_variables)
-            >>> report = optimizer.memory_report()
-            >>> len(report.held), report.held[0] == report.whole
-            (1, True)
-        """
-        if not self.built:
-            raise ValueError(
-                "No optimizer state exists before the build. Call `optimizer.build(model.trainable_variables)` first."
-            )
+    @property
+    def _state(self) -> list[Variable]:
+        """The state of the wrapped optimizers, without this optimizer's own variables."""
         own = {id(v) for v in self._variables}
-        state = [v for v in self.variables if id(v) not in own]
-        if self._shards is not None:
-            return self._shards.memory_report(state)
-        return laid_out_report(state)
+        return [v for v in self.variables if id(v) not in own]
+
+    def _state_report(self) -> MemoryReport:
+        """Return the bytes of optimizer state on each replica."""
+        return laid_out_report(self._state) if self._shards is None else self._shards.memory_report(self._state)
 
     def get_slot(self, variable: Variable, name: str) -> Variable | None:
         """Return the state of that name for a trainable variable.

@@ -55,6 +55,9 @@ class Shards(abc.ABC):
     stand_ins: list[Variable]
     """For each variable, this replica's part of it, or the variable itself if the part is all of it."""
 
+    replica_id: int = 0
+    """The number of this process's replica; 0 if one program runs all replicas."""
+
     _divided: Collection[int]
     """The positions of the variables that are divided."""
 
@@ -74,6 +77,11 @@ class Shards(abc.ABC):
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """Return the stand-ins of these variables."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
+
+    @property
+    def copies(self) -> list[Variable]:
+        """The stand-ins that have their own memory."""
+        return [part for part, variable in zip(self.stand_ins, self.variables) if part is not variable]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
         """Map each state variable to its weight. Return wrappers' state as pairs (weight's position, variable)."""

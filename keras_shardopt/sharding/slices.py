@@ -129,6 +129,10 @@ class FlatShards(Shards):
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots
 
+    @property
+    def copies(self) -> list[Variable]:
+        return super().copies if _memory is None else []
+
     def check_start(self, iterations: int) -> None:
         updates_so_far = processes.gather_objects(iterations)
         fits = len(set(updates_so_far)) == 1

@@ -118,6 +118,11 @@ class Accumulation(Stage):
         return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
 
     @property
+    def sums(self) -> list[Variable]:
+        """The variables that hold the sums of gradients."""
+        return self._sums
+
+    @property
     def _sums_and_share(self) -> list[Variable]:
         return [*self._sums, *([] if self._share is None else [self._share])]
 

@@ -35,6 +35,9 @@ from keras_shardopt.update.transport import Transfer, Transport, transport_of
 # Backends that can reduce gradients during the backward pass.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
+# Backends that keep memory to send gradients.
+_bytes = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
+
 
 class GradientSlicer(Protocol):
     """The members of `Shards` (an optimizer's divided state, `sharding/shards.py`) that a reducer uses, as a type."""
@@ -67,6 +70,10 @@ class AllReduce:
     @property
     def has_finished(self) -> bool:
         return False
+
+    def predicted_bytes(self) -> tuple[int, int | None]:
+        """Return the bytes that buckets keep for this replica's slices of gradients, and those to send gradients."""
+        return 0, 0
 
     def members(self, comm: Communicator) -> Communicator:
         """Return the replicas of this replica's group. `check_groups` must run first."""
@@ -223,6 +230,17 @@ class Overlapped:
             step = buckets.transfer.left(step, all_decide=False)
         buckets.release()
         return step
+
+    def predicted_bytes(self) -> tuple[int, int | None]:
+        """Return the same as `AllReduce.predicted_bytes`. The second number is None for buckets of a codec."""
+        if _bytes is None or (self._among is not None and self.buckets is None):
+            return 0, 0
+        num_ranks = self._context.communicator().num_replicas
+        if num_ranks == 1 or self.transport.buckets is not None:
+            return 0, 0 if num_ranks == 1 else None
+        slices = None if self._shards is None else self._shards.gradient_slices
+        predicted: tuple[int, int] = _bytes.predicted(num_ranks, self._context.trainable, self.transport.narrow, slices)
+        return predicted
 
     @property
     def has_finished(self) -> bool:

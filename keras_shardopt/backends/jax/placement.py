@@ -8,6 +8,7 @@ Private names of Keras touched here (a test checks that each exists):
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -147,6 +148,12 @@ class JaxPlacement(Placement):
             return
         (array,) = arrays  # set `_value`, because `assign` would compare the value on all processes
         variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
+
+    def bytes_held(self, variables: Sequence[Variable]) -> int:
+        held: collections.Counter[Any] = collections.Counter()
+        for shard in (shard for variable in variables for shard in variable.value.addressable_shards):
+            held[shard.device] += shard.data.nbytes
+        return max(held.values(), default=0)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value for variable in variables]

@@ -193,6 +193,11 @@ class TensorFlowPlacement(Placement):
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
+    def bytes_held(self, variables: Sequence[Variable]) -> int:
+        values = [getattr(variable, "value", variable) for variable in variables]
+        copies = [getattr(value, "values", [value]) for value in values]
+        return sum(max(copy.shape.num_elements() * copy.dtype.size for copy in each) for each in copies)
+
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -320,6 +320,9 @@ class Buckets:
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
         """The tensors sent in the last update and their collectives, until `release`."""
         return [sent for bucket in self._buckets for sent in bucket.sent]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._buckets)
 
     @property
     def has_finished(self) -> bool:

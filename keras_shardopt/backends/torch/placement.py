@@ -16,6 +16,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import layers_of, models_with
 from keras_shardopt.backends.placement import Placement
+from keras_shardopt.backends.torch.bucket_bytes import bytes_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, buckets_by_dtype
 from keras_shardopt.backends.torch.process_group import announce, gather_objects
 from keras_shardopt.backends.torch.random_numbers import seed_per_rank
@@ -37,6 +38,9 @@ class TorchPlacement(Placement):
             replicas = runtime.communicator("")
             if isinstance(replicas, TorchProcessGroup):
                 seed_per_rank(replicas, models)
+
+    def bytes_held(self, variables: Sequence[Variable]) -> int:
+        return bytes_of([_tensor(variable) for variable in variables])
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = fingerprints([_tensor(v).detach() for v in variables])

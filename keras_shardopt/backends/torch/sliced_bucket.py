@@ -104,6 +104,11 @@ class SlicedBucket:
     def memory(self) -> tuple[Tensor, ...]:
         return self._own, self.wide
 
+    @property
+    def shared(self) -> list[Tensor]:
+        """The memory that all buckets share to send and receive."""
+        return list(self._pool.held.values())
+
     def open(self) -> None:
         """Take the shared memory from which this bucket is sent, and copy waiting gradients into it."""
         size = self._num_ranks * self._own.numel()
@@ -203,14 +208,14 @@ class MemoryPool:
     """The memory of buckets that are filled or sent."""
 
     def __init__(self) -> None:
-        self._held: dict[Any, Tensor] = {}
+        self.held: dict[Any, Tensor] = {}
 
     def take(self, purpose: Any, size: int, like: Tensor) -> Tensor:
         """Return memory of at least `size` elements. The next call for the same purpose gets the same memory."""
         key = purpose, like.dtype, like.device
-        if key not in self._held or self._held[key].numel() < size:
-            self._held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._held[key][:size]
+        if key not in self.held or self.held[key].numel() < size:
+            self.held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self.held[key][:size]
 
 
 def sliced_buckets(
