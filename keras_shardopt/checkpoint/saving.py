@@ -28,6 +28,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
+from keras_shardopt.checkpoint.portable import make_portable
 from keras_shardopt.numerics import Optimizer
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -36,7 +37,7 @@ _MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
 _WEIGHTS_SUFFIXES = (".weights.h5",)
 
 
-def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
+def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True, portable: bool = False) -> None:
     """Saves a model atomically from several processes.
 
     Every process calls it, at the same point of the program. Sharded state is gathered, rank 0 writes, and all
@@ -56,10 +57,13 @@ def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = T
         filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Its folder must exist. Only
             rank 0 uses it, so only rank 0 needs access to the file system.
         overwrite: bool. With False, an existing file raises an error (Keras would ask at the terminal).
+        portable: bool. True writes a ".keras" file that Keras loads without this package, on any backend: with the
+            optimizer inside all wrappers and its state, and with `synchronized=False` in `BatchNormalization`.
 
     Raises:
-        TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or `overwrite` not a bool.
-        ValueError: if `filepath` is not local or has another ending, or if Keras cannot store the model.
+        TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or another argument not a bool.
+        ValueError: if `filepath` is not local or has another ending, or if Keras cannot store the model; with
+            `portable`, also if the model has other classes of this package, such as a schedule.
         FileExistsError: if the file exists and `overwrite` is False.
         OSError: if the file cannot be written. The old file is unchanged.
 
@@ -80,7 +84,7 @@ def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = T
         `keras.saving.save_model`. It also writes folders (`zipped=False`) and remote files; these cannot be replaced
         atomically.
     """
-    _save(model, filepath, overwrite, _MODEL_SUFFIXES, "save")
+    _save(model, filepath, overwrite, _MODEL_SUFFIXES, "save", portable)
 
 
 def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
@@ -208,15 +212,18 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         return path if wanted else None, best
 
 
-def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str) -> None:
+def _save(
+    model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str, portable: Any = False
+) -> None:
     """Saves a model. All processes wait for each other before state is gathered, and after the file is written."""
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
         check_model(model)
         check.flag("overwrite", overwrite)
+        check.flag("portable", portable)
         if is_chief():
-            path = file_path(filepath, suffixes)
+            path = file_path(filepath, suffixes[:1] if portable else suffixes)
             is_divided = needs_all(model) or _reading_is_collective(model)
             if is_divided and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
@@ -235,6 +242,8 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         try:
             _write_or_join(model, method, None if file is None else file.path)
             if file is not None:
+                if portable:
+                    make_portable(file.path)
                 file.finish()
         except Exception as error:
             problem = error
