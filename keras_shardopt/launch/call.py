@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import sys
+import threading
 import traceback
 
 from keras_shardopt.backends.active import processes
@@ -35,5 +36,13 @@ def _write(file: pathlib.Path, content: bytes) -> None:
     part.replace(file)
 
 
+def _end_with_caller() -> None:
+    """Ends this process when its input closes. The process that called `launch_processes` holds the other end."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     _main(pathlib.Path(sys.argv[1]))

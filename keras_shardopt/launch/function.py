@@ -105,13 +105,14 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
     process = subprocess.Popen(
         [*launcher, "-m", "keras_shardopt.launch.call", str(folder)],
         env={**jobs.alone(), "PYTHONPATH": os.pathsep.join(str(path) or os.getcwd() for path in sys.path)},
+        stdin=subprocess.PIPE,  # it closes if this process is killed, and ends the others
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # otherwise Ctrl-C would reach the launcher twice: directly, and from this process
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
     try:
         with process.stdout:
             for line in process.stdout:
@@ -121,3 +122,4 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
         if process.poll() is None:
             process.terminate()  # SIGTERM, because the launcher may ignore SIGINT; the launcher ends its processes
             process.wait()
+        process.stdin.close()

@@ -146,7 +146,7 @@ def _first_devices(num_replicas: int | None) -> list[Any]:
         raise ValueError(
             f"`num_replicas` must be at most the number of devices. Received: num_replicas={num_replicas}, "
             f"devices={devices}. On CPU, enter `data_parallel(num_replicas={num_replicas})` before JAX makes its "
-            "first array, or start Python with "
+            "first array (in a notebook, restart the kernel first), or start Python with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
         )
     return devices[:num_replicas]

@@ -346,7 +346,8 @@ def _make_cpu_devices(num_replicas: int) -> None:
         raise RuntimeError(
             f"`num_replicas={num_replicas}` needs that many logical CPU devices, and TensorFlow is already running "
             f"with {len(have)}. Enter `data_parallel(num_replicas={num_replicas})` before a tensor, variable or model "
-            "is created, or call `tf.config.set_logical_device_configuration` at the start of the program."
+            "is created (in a notebook, restart the kernel first), or call "
+            "`tf.config.set_logical_device_configuration` at the start of the program."
         ) from error
 
 

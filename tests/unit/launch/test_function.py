@@ -4,6 +4,7 @@ import os
 import pathlib
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -159,3 +160,12 @@ def test_errors_that_cannot_be_pickled_keep_their_text(tmp_path):
     assert (type(error), str(error)) == (RuntimeError, "Stubborn: one text")
     assert "in fails" in text
     assert not (tmp_path / RESULT).exists()
+
+
+@pytest.mark.neutral
+def test_a_process_ends_with_the_program_that_waits_for_it(tmp_path):
+    """That program holds the other end of its input, which closes even if it is killed."""
+    (tmp_path / CALL).write_bytes(cloudpickle.dumps((time.sleep, (200,), {})))
+    command = [sys.executable, "-m", "keras_shardopt.launch.call", str(tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=launch.patient(60))
+    assert (done.returncode, done.stderr) == (1, b"")
