@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 
-from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.launch.pickled import CALL, ERROR, RESULT, pickler
 
 
@@ -18,8 +18,10 @@ def _main(folder: pathlib.Path) -> None:
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = function(*args, **kwargs)
+        # Processes can hold parts of a model's state, and pickling creates an optimizer.
+        pickled = placement.outside_strategy(lambda: pickler().dumps(result))
         if processes.process()[1] == 0:
-            _write(folder / RESULT, pickler().dumps(result))
+            _write(folder / RESULT, pickled)
     except Exception as error:
         text = traceback.format_exc()
         try:

@@ -30,8 +30,9 @@ def launch_processes(
     `pip install cloudpickle`.
 
     Args:
-        function: a function, also one that is defined in a notebook. It can return arrays or a Keras model. For a
-            model with custom classes, call `launch_processes` inside `keras.saving.custom_object_scope`.
+        function: a function, also one that is defined in a notebook. It can return arrays or a Keras model, on all
+            processes. For a model with custom classes, call `launch_processes` inside
+            `keras.saving.custom_object_scope`.
         num_processes: int >= 1. The number of processes on this machine.
         args: list or tuple. The positional arguments of `function`: data, and no models or tensors of the backend.
         kwargs: dict or None. The keyword arguments of `function`.
