@@ -1,6 +1,14 @@
 #!/usr/bin/env bash
-# Installs SLURM (two nodes on this machine), Open MPI and MPICH on Debian, as root, for tests/promises/test_cluster_commands.py.
+# Installs SLURM (two nodes on this machine), Open MPI and MPICH on Debian, as root, for tests/promises/engines.
+# Does nothing if a SLURM runs already.
 set -eu
+if command -v sinfo >/dev/null && timeout 20 sinfo >/dev/null 2>&1; then
+    exit 0
+fi
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+    echo "No SLURM and MPI: they are installed as root, on Debian" >&2
+    exit 1
+fi
 apt-get update -qq
 apt-get install -y -qq slurm-wlm munge openmpi-bin mpich >/dev/null
 host=$(hostname -s)
@@ -28,7 +36,10 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 NodeName=node1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=$(nproc) State=UNKNOWN
 NodeName=node2 NodeHostname=$host NodeAddr=127.0.0.1 Port=17002 CPUs=$(nproc) State=UNKNOWN
-PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=node[1-2] MaxTime=INFINITE State=UP PriorityTier=2
 CONF
 slurmctld
 slurmd -N node1

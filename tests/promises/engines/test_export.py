@@ -31,7 +31,8 @@ loaded.predict(x, verbose=0)  # PyTorch's exporter needs a model that was called
 def run_tf_saved_model(path):
     import tensorflow as tf
 
-    return tf.saved_model.load(path).serve(x).numpy()
+    artifact = tf.saved_model.load(path)  # its functions need it alive
+    return artifact.serve(x).numpy()
 
 
 def run_onnx(path):
@@ -44,7 +45,7 @@ def run_onnx(path):
 def run_openvino(path):
     import openvino
 
-    return openvino.compile_model(path)(x)[0]
+    return openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(x)[0]
 
 
 def run_litert(path):
