@@ -20,6 +20,7 @@ else:
     del _
 
 from keras_shardopt import callbacks, schedules
+from keras_shardopt.callbacks.step_report_plot import plot_step_report
 from keras_shardopt.checkpoint.saving import save_model, save_weights
 from keras_shardopt.checkpoint.sharded import load_sharded, save_sharded
 from keras_shardopt.checkpoint.sharded.consolidate import consolidate
@@ -76,6 +77,7 @@ __all__ = [
     "launch_processes",
     "load_sharded",
     "optimize_loss",
+    "plot_step_report",
     "prepare",
     "replicate",
     "save_model",

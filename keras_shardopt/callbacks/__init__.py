@@ -4,6 +4,7 @@ from keras_shardopt.callbacks.fingerprints import Fingerprints, first_difference
 from keras_shardopt.callbacks.nonfinite import StopOnNonFinite
 from keras_shardopt.callbacks.replicas import CheckReplicas, SyncReplicas
 from keras_shardopt.callbacks.sharded_checkpoint import ShardedCheckpoint
+from keras_shardopt.callbacks.step_report import StepReport
 from keras_shardopt.callbacks.summaries import TrainingSummaries
 from keras_shardopt.checkpoint.backup import BackupAndRestore
 from keras_shardopt.checkpoint.saving import ModelCheckpoint
@@ -14,6 +15,7 @@ __all__ = [
     "Fingerprints",
     "ModelCheckpoint",
     "ShardedCheckpoint",
+    "StepReport",
     "StopOnNonFinite",
     "SyncReplicas",
     "TrainingSummaries",

@@ -23,6 +23,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import buffers_of, optimizers_of
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
@@ -203,6 +204,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
+    @timed("saving")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
         model = self.model

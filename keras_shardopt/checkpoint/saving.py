@@ -27,6 +27,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.portable import make_portable
 from keras_shardopt.numerics import Optimizer
@@ -37,6 +38,7 @@ _MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
 _WEIGHTS_SUFFIXES = (".weights.h5",)
 
 
+@timed("saving")
 def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True, portable: bool = False) -> None:
     """Saves a model atomically from several processes.
 
@@ -87,6 +89,7 @@ def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = T
     _save(model, filepath, overwrite, _MODEL_SUFFIXES, "save", portable)
 
 
+@timed("saving")
 def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
     """Saves weights and optimizer state atomically from several processes, without the architecture.
 
@@ -295,6 +298,7 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
         placement.outside_strategy(lambda: save(model, path))
 
 
+@timed("saving")
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Calls Keras' `save` or `save_weights` of a prepared model. One process, several or all can call it.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from keras import ops
 
+from keras_shardopt.backends import phases
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
@@ -196,8 +197,10 @@ class Pipeline:
             step = self.reduce(step)
         else:
             step = self._reduce_stacked(step)
+        phases.change("updating")
         with recording() as self._committing:
             self._commit(self.transport.keep(step))
+        phases.change(None)
 
     def _reduce_stacked(self, step: Step) -> Step:
         known = isinstance(step.row_share, float)

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 import keras_shardopt as ks
+from keras_shardopt.callbacks import slow_ranks
 
 schedule, sgd = lambda: ks.schedules.FixedLR(0.1), lambda: keras.optimizers.SGD(0.1)
 
@@ -40,6 +42,13 @@ def prints():
     return "prints"
 
 
+def a_report():
+    seconds = dict.fromkeys((*slow_ranks.PHASES, *slow_ranks.PROBES), 1.0)
+    line = {"step": 9, "num_steps": 9, "ranks": [seconds], "slow": None}
+    pathlib.Path("steps.jsonl").write_text(json.dumps(line))
+    return "steps.jsonl"
+
+
 # For each public class and function, arguments that are right.
 VALID = {
     "AutomaticLossScaler": dict,
@@ -62,6 +71,7 @@ VALID = {
     "callbacks.Fingerprints": lambda: {"filepath": "prints"},
     "callbacks.ModelCheckpoint": lambda: {"filepath": "model.keras"},
     "callbacks.ShardedCheckpoint": lambda: {"directory": "checkpoints"},
+    "callbacks.StepReport": dict,
     "callbacks.StopOnNonFinite": dict,
     "callbacks.SyncReplicas": dict,
     "callbacks.TrainingSummaries": lambda: {"log_dir": None},
@@ -81,6 +91,7 @@ VALID = {
         "optimizer_params": {"learning_rate": 0.1},
         "var_list": [keras.Variable([1.0, 2.0])],
     },
+    "plot_step_report": lambda: {"path": a_report()},
     "prepare": lambda: {"model": None},  # there is no right one that could be made so often
     "replicate": lambda: {"step": lambda data: {}, "num_towers": 2},
     "load_sharded": lambda: {"model": a_model(), "path": a_checkpoint()},

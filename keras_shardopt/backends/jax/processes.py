@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from keras_shardopt.backends import jobs
 from keras_shardopt.backends.jax.communicator import num_batch_shards, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.processes import (
     Processes,
     World,
@@ -238,7 +239,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
 
 def _gather(array: np.ndarray) -> np.ndarray:
-    with naming_lost_processes():
+    with timed("waiting"), naming_lost_processes():
         return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
 
 

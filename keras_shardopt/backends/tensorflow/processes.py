@@ -30,6 +30,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from keras_shardopt.backends import jobs
 from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.patches import install
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
 from keras_shardopt.backends.tensorflow.communicator import _process_of
 from keras_shardopt.numerics import Optimizer
@@ -154,7 +155,7 @@ def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 def _gathered(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:
     _, num_local = local_replicas(strategy)
-    with strategy.scope():
+    with timed("waiting"), strategy.scope():
         return gather(strategy, np.stack([array] * num_local))[0][::num_local]
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from keras_shardopt.backends import phases
 from keras_shardopt.backends.processes import (
     MissingCallError,
     check_same_calls,
@@ -431,9 +432,10 @@ class naming_missing_ranks:
         self._start = time.monotonic()
 
     def __enter__(self) -> None:
-        pass
+        phases.change("waiting")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        phases.change(None)
         if not isinstance(error, RuntimeError):
             return
         # Drop the references to collectives in the caller's list and in failed frames: they keep connections open.

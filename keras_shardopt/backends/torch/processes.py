@@ -124,6 +124,7 @@ _CALLS = {  # descriptions for announcements, by the name of the function that g
     "_all_replica_values": "gathers the state of each rank for a backup",
     "_check": "waits for a sharded checkpoint",
     "_fail": "waits for a sharded checkpoint",
+    "_close_window": "compares the times of a `StepReport`",
     "own_parts": "saves a sharded checkpoint",
     "_rows_of": "saves a sharded checkpoint",
     "_watch": "begins a summary of each replica's gradients",

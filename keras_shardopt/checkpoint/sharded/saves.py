@@ -24,6 +24,7 @@ import keras
 from keras_shardopt.backends import stored_parts
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.saving import before_reading, communicating, from_rank_0, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import (
@@ -71,6 +72,7 @@ class Save:
         self._thread = threading.Thread(target=self._write, name="keras_shardopt-checkpoint", daemon=True)
         self._thread.start()
 
+    @timed("saving")
     def _begin(self, directory: str, about: dict[str, Any]) -> None:
         self._process = processes.process()
         step = step_of_model(self._model)
@@ -104,6 +106,7 @@ class Save:
             "config": _config(self._model) if self._process[1] == 0 else None,
         }
 
+    @timed("saving")
     def check(self, wait: bool) -> bool:
         """Return whether all processes have finished the save. All processes must call it.
 

@@ -25,6 +25,7 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance, running_local
+from keras_shardopt.backends.phases import timed
 from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
 from keras_shardopt.data.split_data import is_from_shard_data
 from keras_shardopt.data.torch_loader import set_epoch
@@ -101,8 +102,11 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             if is_last and self._draws is not None:
                 self._draws.forget()  # take rank 0's random state again: a callback may have drawn, as in `predict`
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
-        with self._drawing(draws), keras.device("cpu") if self._divides_on_host else contextlib.nullcontext():
+        with timed("input"), self._drawing(draws), self._on_host():
             return super().__next__()
+
+    def _on_host(self) -> contextlib.AbstractContextManager[Any]:
+        return keras.device("cpu") if self._divides_on_host else contextlib.nullcontext()
 
     def _get_iterator(self) -> Any:
         """Return the `DataLoader`. In `fit` of a prepared model, call `set_epoch` of its samplers before."""

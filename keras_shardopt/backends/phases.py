@@ -1,0 +1,76 @@
+"""The seconds that a step spends in each phase, for a recorder. Without one, nothing is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+
+class Recorder:
+    """Adds up the seconds of each phase on the thread that created it. A phase inside another interrupts it.
+
+    Args:
+        phase: the phase outside all others.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self._phases = [phase]
+        self._thread = threading.get_ident()
+        self._seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Record from now on. Another recorder stops."""
+        global _active
+        self._since, _active = time.perf_counter(), self
+
+    def stop(self) -> dict[str, float]:
+        """Record no more until `start`. Return the seconds of each phase since the last call."""
+        global _active
+        if _active is self:
+            self._count()
+            _active = None
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def pause(self) -> None:
+        """Record no more until `start`, and keep the seconds."""
+        self._seconds = self.stop()
+
+    def change(self, phase: str | None) -> None:
+        """Begin a phase inside the running one, or end the running one (None)."""
+        if threading.get_ident() == self._thread:
+            self._count()
+            if phase is not None:
+                self._phases.append(phase)
+            elif len(self._phases) > 1:
+                self._phases.pop()
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phases[-1]] = self._seconds.get(self._phases[-1], 0.0) + now - self._since
+        self._since = now
+
+
+_active: Recorder | None = None
+
+
+def change(phase: str | None) -> None:
+    """Begin a phase, or end the last one (None), if a recorder is active."""
+    if _active is not None:
+        _active.change(phase)
+
+
+class timed(contextlib.ContextDecorator):
+    """Context manager and decorator: the block or function belongs to a phase, such as "input"."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        change(self._phase)
+
+    def __exit__(self, *error: Any) -> None:
+        change(None)

@@ -1,0 +1,37 @@
+"""Measurements of a rank: the time of a message, and a profile.
+
+Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
+default group. (test_private_names.py checks that it exists.)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def seconds_of_message() -> float:
+    """Return the seconds in which the job's key-value store answers."""
+    store, key = distributed_c10d._get_default_store(), f"keras_shardopt/message/{dist.get_rank()}"
+    store.set(key, "1")
+    begin = time.perf_counter()
+    store.get(key)
+    return time.perf_counter() - begin
+
+
+def start_profile(folder: str) -> Callable[[], None]:
+    """Start the profiler. Return a function that stops it and writes the trace to the folder."""
+    profile = torch.profiler.profile()
+    profile.start()
+
+    def stop() -> None:
+        profile.stop()
+        os.makedirs(folder, exist_ok=True)
+        profile.export_chrome_trace(os.path.join(folder, "trace.json"))
+
+    return stop

@@ -1,0 +1,126 @@
+"""Finds the slow process of a job from the times of all.
+
+All processes wait for the slowest one in each step, so their wall times are equal. Their own times, without this wait,
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+OWN = ("input", "step", "updating", "callbacks", "saving")
+"""The phases without waiting for other processes."""
+
+PHASES = (*OWN, "waiting", "sending")
+"""All phases. "sending" is the wait of the process that waits least: the time of the exchanges themselves."""
+
+PROBES = ("forward pass", "message")
+"""Measured once per window: a forward pass without other processes, and a message to process 0."""
+
+HIDDEN = ("step", "updating")
+"""The phases that Python cannot measure if the step is compiled or runs on a device."""
+
+_MACHINE = "Look on its machine for other programs, fewer cores or threads, swapping, or a throttled device."
+_FIXES = {
+    "input": "Cache or prefetch its batches, use more workers, or copy the data to a local disk.",
+    "callbacks": "Let its callbacks do less in each batch, or use `verbose=2`.",
+    "saving": "Save less often, or with `ShardedCheckpoint`.",
+    "message": "Check the network interface, cable and route of its machine.",
+}
+_MIN_SECONDS = 1e-3
+"""The seconds by which a slow forward pass or message is longer than the others, at least. Less is noise."""
+
+_MESSAGE_FACTOR = 2.0
+"""A slow message is longer by this factor of the others."""
+
+
+class Slow(NamedTuple):
+    """The process that the others wait for."""
+
+    rank: int
+    phase: str
+    seconds: float
+    """Its seconds per step, or per forward pass or message."""
+
+    others: float
+    """The median of the other processes."""
+
+    def __str__(self) -> str:
+        name = "forward and backward" if self.phase == "step" else self.phase
+        return f"rank {self.rank}: {name} {self.seconds * 1e3:.3g} ms, others {self.others * 1e3:.3g} ms"
+
+    @property
+    def fix(self) -> str:
+        """The remedy, as a sentence."""
+        return _FIXES.get(self.phase, _MACHINE)
+
+
+def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return seconds: a row per process, and columns `PHASES` and `PROBES`. `rows` lack "sending"."""
+    table = np.insert(np.array(rows, "float64"), len(PHASES) - 1, 0.0, axis=1)
+    waiting, sending = len(OWN), len(OWN) + 1
+    table[:, sending] = table[:, waiting].min()
+    table[:, waiting] -= table[:, sending]
+    return table
+
+
+def own_seconds(table: np.ndarray) -> np.ndarray:
+    """Return the seconds per step of each process, without its waiting. All of a compiled step counts."""
+    return table[:, : len(OWN)].sum(axis=1)
+
+
+def seconds_per_step(table: np.ndarray) -> float:
+    """Return the mean wall time of a step."""
+    return float(table[:, : len(PHASES)].sum(axis=1).mean())
+
+
+def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool) -> Slow | None:
+    """Return the process that was slow in the same phase in each of these windows, or None.
+
+    Args:
+        tables: the tables of successive windows.
+        threshold: the part of a step, or of a forward pass, that the process needs longer than the others.
+        is_hidden: whether to ignore the phases `HIDDEN`.
+    """
+    values = np.array(tables)
+    if values.shape[1] == 1:
+        return None
+    phases = [i for i, name in enumerate(OWN) if not (is_hidden and name in HIDDEN)]
+    steps = np.array([seconds_per_step(table) for table in tables])[:, None, None]
+    excesses = ((values - _others(values)) / steps)[:, :, phases]
+    # In each window at least half of the threshold, because noise does not repeat in the same process and phase.
+    excess = np.where(excesses.min(axis=0) > threshold / 2, excesses.mean(axis=0), 0.0)
+    rank, i = (int(index) for index in np.unravel_index(excess.argmax(), excess.shape))
+    if excess[rank, i] > threshold:
+        return _slow(values.mean(axis=0), rank, phases[i])
+    best = values.min(axis=0)  # each probe is one short call
+    # Process 0 hosts the store, so its messages stay on its machine: compare the others.
+    for probe, first, factor in ((len(PHASES), 0, threshold), (len(PHASES) + 1, 1, _MESSAGE_FACTOR)):
+        if len(best) - first > 1:
+            slow = _slow(best[first:], int(best[first:, probe].argmax()), probe)
+            if slow.seconds - slow.others > max(factor * slow.others, _MIN_SECONDS):
+                return slow._replace(rank=slow.rank + first)
+    return None
+
+
+def _slow(table: np.ndarray, rank: int, column: int) -> Slow:
+    return Slow(rank, (*PHASES, *PROBES)[column], float(table[rank, column]), float(_others(table)[rank, column]))
+
+
+def _others(values: np.ndarray) -> np.ndarray:
+    """Return, for each process (the last dimension but one), the median of the other processes."""
+    return np.stack([np.median(np.delete(values, i, -2), -2) for i in range(values.shape[-2])], -2)
+
+
+def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool) -> tuple[str, str]:
+    """Describe the shares of a mean step, and how processes differ, in one line each."""
+    total, mean = seconds_per_step(table), table.mean(axis=0)
+    names = ("input", "step" if is_hidden else "forward and backward", *PHASES[2:])
+    parts = [f"{name} {value / total:.0%}" for name, value in zip(names, mean) if value > 0.005 * total]
+    own = ", ".join(f"{seconds * 1e3:.3g}" for seconds in own_seconds(table))
+    compared = f"No rank is slow. Own ms per step, by rank: {own}." if slow is None else f"Slow: {slow}. {slow.fix}"
+    shares = f"{total * 1e3:.3g} ms per step: {', '.join(parts)}."
+    return shares, compared if len(table) > 1 else "One process, so no other to compare with."

@@ -1,0 +1,264 @@
+"""A callback that measures the phases of training steps, and names the slow process of a job."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_shardopt import arguments as check
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import processes, runtime
+from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.backends.phases import Recorder, timed
+from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.callbacks import slow_ranks
+from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
+from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
+
+# The time of a message to process 0, and the framework's profiler.
+_measuring: Any = for_backend(
+    {name: f"keras_shardopt.backends.{name}.measuring" for name in ("tensorflow", "jax", "torch")}
+)
+
+_NUM_UNMEASURED = 3
+"""The first steps of a `fit` compile, so they are not measured."""
+
+_NUM_ROWS = 32
+"""The rows of a forward pass for comparison."""
+
+
+class StepReport(keras.callbacks.Callback):
+    """Measures the phases of training steps, and names the slow process (rank).
+
+    All processes wait for the slowest one in each step, so their steps take equally long. This callback measures the
+    time that each process spends in each phase:
+
+    | phase | time |
+    |---|---|
+    | input | loading batches (on PyTorch, of a prepared model; otherwise it counts as callbacks) |
+    | step | forward and backward pass; on JAX and TensorFlow the whole compiled step, with its exchange |
+    | updating | on PyTorch, updates of weights |
+    | callbacks | callbacks, and the loop of Keras |
+    | saving | checkpoints and backups |
+    | waiting | for slower processes |
+    | sending | exchanges between processes, without that wait |
+
+    After each epoch, process 0 prints two lines: the shares of these phases, and a comparison of processes. The time of
+    validation does not count. A warning names a slow process and its slow phase, once per `fit`.
+
+    Compiled steps and GPUs hide their phases. There, each process also times forward passes of
+    `model.predict_on_batch` in each window, if the model has one input. To find a slow network, each process times
+    messages to process 0. This needs three or more processes, and does not find process 0. See
+    [which rank is slow](../slow_rank.md).
+
+    Args:
+        every: int >= 5 (default 100). Number of batches per window. Processes exchange their times once per window.
+        to: path or None (default). A JSON-lines file for `plot_step_report`: process 0 appends a line per window.
+        log_dir: path or None (default). A folder for TensorBoard scalars of process 0. Needs `tensorboardX`.
+        threshold: float > 0 (default 0.1). A process is slow if it needs this part of a step longer than the others.
+        windows: int >= 1 (default 3). The number of successive windows to compare.
+        profile_step: int >= 1 or None (default). The batch of `fit`, counted from 1, that the framework's profiler
+            records. Each process writes a trace to the folder `<to>.trace/rank-<number>`.
+
+    Raises:
+        TypeError, ValueError: if an argument is not as above, or `profile_step` lacks `to`; when training begins, if
+            several processes train a model that is not prepared.
+        ImportError: when training begins, if `log_dir` is set and `tensorboardX` is not installed.
+
+    Example:
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard("sgd"), "mse")
+        >>> report = ks.callbacks.StepReport(every=10)
+        >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+        >>> history = model.fit(x, y, batch_size=2, callbacks=[report], verbose=0)  # doctest: +SKIP
+        StepReport, epoch 1: 0.8 ms per step: input 9%, step 82%, callbacks 9%.
+        StepReport, epoch 1: One process, so no other to compare with.
+
+    References:
+        TraceML compares ranks by their own time too.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        to: str | os.PathLike[str] | None = None,
+        log_dir: Any = None,
+        threshold: float = 0.1,
+        windows: int = 3,
+        profile_step: int | None = None,
+    ) -> None:
+        checked_log_dir(log_dir)
+        super().__init__()
+        self.every = check.integer("every", every, at_least=5, fix="Give it in batches.")
+        self.to = None if to is None else check.local_path("to", to)
+        self.log_dir = log_dir
+        self.threshold = check.number("threshold", threshold, above=0.0, fix="It is a part of a step, such as 0.1.")
+        self.windows = check.integer("windows", windows, fix="Each has `every` batches.")
+        if profile_step is not None:
+            profile_step = check.integer("profile_step", profile_step, fix="It counts batches from 1.")
+            if to is None:
+                raise ValueError(f"`profile_step` needs a path `to`. Received: profile_step={profile_step}, to=None")
+        self.profile_step = profile_step
+        self.slow: Slow | None = None
+        """The slow process of the last `fit`: its `rank`, `phase`, `seconds`, and those of the `others`. Or None."""
+        self._recorder = Recorder("callbacks")
+        self._write: Callable[[dict[str, Any] | None, int], None] | None = None
+        self._end_profile: Callable[[], None] = lambda: None
+
+    def set_model(self, model: Any) -> None:
+        """Keeps the model. On JAX, reading the attribute `model` would copy the training state."""
+        super().set_model(model)
+        self._trained = model
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Starts to measure."""
+        self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
+        if self._is_shared and not is_prepared(self._trained):
+            raise ValueError(
+                "On several processes, `StepReport` needs a prepared model, because all processes must make the same "
+                f"number of steps. Received: {self._trained!r}. Call `keras_shardopt.prepare(model)` before `fit`."
+            )
+        self._rank = processes.process()[1] if self._is_shared else 0
+        weights = self._trained.trainable_variables[:1]
+        self._is_compiled = any(runtime.version(weight) is None for weight in weights)
+        self._is_hidden = self._is_compiled or not all(runtime.is_cheap_to_read(each.value) for each in weights)
+        self._inputs = (getattr(self._trained, "inputs", None) or []) if self._is_hidden else []
+        self._has_compiled_forward = False
+        self._timed: Any = None
+        self._num_steps = self._num_in_window = 0
+        self._tables: list[tuple[np.ndarray, int]] = []
+        self._of_epoch: list[tuple[np.ndarray, int]] = []
+        self.slow = None
+        if self.log_dir is not None and self._rank == 0:
+            self._write = event_writer(self.log_dir)
+        self._recorder = Recorder("callbacks")
+        self._recorder.start()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends a window after `every` batches."""
+        if self._timed is None or self._trained.train_function is not self._timed:
+            self._timed = self._timing(self._trained.train_function)
+            self._trained.train_function = self._timed
+        self._stop_profile()
+        if self._num_steps == _NUM_UNMEASURED:
+            self._recorder.stop()
+            self._recorder.start()
+            self._num_in_window = 0
+        elif self._num_in_window == self.every:
+            self._close_window()
+        self._num_steps += 1
+        self._num_in_window += 1
+        if self._num_steps == self.profile_step:
+            self._end_profile = _measuring.start_profile(os.path.join(f"{self.to}.trace", f"rank-{self._rank}"))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Prints two lines about the epoch."""
+        if self._num_steps > _NUM_UNMEASURED and self._num_in_window:
+            self._close_window()
+        if self._of_epoch and self._rank == 0:
+            tables, nums = zip(*self._of_epoch)
+            for line in slow_ranks.summary(np.average(tables, axis=0, weights=nums), self.slow, self._is_hidden):
+                print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
+        self._of_epoch = []
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Pauses during a validation."""
+        self._recorder.pause()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Continues after a validation."""
+        self._recorder.start()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops measuring."""
+        self._stop_profile()
+        self._recorder.stop()
+        if self._timed is not None and self._trained.train_function is self._timed:
+            self._trained.train_function = self._timed.real
+        if self._write is not None:
+            self._write(None, 0)
+        self._write = self._timed = None
+
+    def _stop_profile(self) -> None:
+        end, self._end_profile = self._end_profile, lambda: None
+        end()
+
+    def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a training function that measures its phases."""
+        waits = self._is_compiled and self._is_shared
+
+        @timed("step")
+        def train_function(*args: Any) -> Any:
+            *state, data = args
+            if hasattr(data, "__next__"):  # JAX and TensorFlow take the batch inside
+                with timed("input"):
+                    data = itertools.chain([next(data)], _timed_input(data))
+            found = real(*state, data)
+            if waits:  # processes wait for each other before the next step anyway
+                keras.tree.map_structure(keras.ops.convert_to_numpy, found[0] if state else found)
+            return found
+
+        train_function.real = real  # type: ignore[attr-defined]
+        return train_function
+
+    def _close_window(self) -> None:
+        """Exchange the times of the last steps. All processes call it together, and find the same slow process."""
+        seconds, num = self._recorder.stop(), self._num_in_window
+        mine = [*[seconds.get(phase, 0.0) / num for phase in (*OWN, "waiting")], 0.0, 0.0]
+        if self._is_shared:
+            mine[-2:] = self._seconds_of_forward(), min(_measuring.seconds_of_message() for _ in range(3))
+        table = slow_ranks.table_of(processes.gather_objects(mine) if self._is_shared else [mine])
+        self._of_epoch.append((table, num))
+        if num == self.every or num >= self._num_steps // 2:  # not the short rest of an epoch
+            self._tables = [*self._tables, (table, num)][-self.windows :]
+        if self.slow is None and len(self._tables) == self.windows:
+            self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden)
+            if self.slow is not None:
+                warn(f"All ranks wait for a slow one. Received: {self.slow}. {self.slow.fix}")
+        if self._rank == 0:
+            self._write_window(table, num)
+        self._num_in_window = 0
+        self._recorder.start()
+
+    def _seconds_of_forward(self) -> float:
+        """Return the shortest time of three forward passes on this process only; 0 if they are not needed."""
+        if len(self._inputs) != 1:
+            return 0.0
+        num_rows, *shape = self._inputs[0].shape
+        rows = np.zeros([num_rows or _NUM_ROWS, *[size or 1 for size in shape]], self._inputs[0].dtype)
+        found: list[float] = []
+        for _ in range(3 if self._has_compiled_forward else 4):
+            begin = time.perf_counter()
+            self.model.predict_on_batch(rows)
+            found.append(time.perf_counter() - begin)
+        self._has_compiled_forward = True
+        return min(found)
+
+    def _write_window(self, table: np.ndarray, num: int) -> None:
+        if self.to is not None:
+            ranks = [dict(zip((*PHASES, *PROBES), row)) for row in (1e3 * table).round(4).tolist()]
+            slow = None if self.slow is None else {**self.slow._asdict(), "words": str(self.slow)}
+            line = {"step": self._num_steps, "num_steps": num, "ranks": ranks, "slow": slow}
+            with open(self.to, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if self._write is not None:
+            tags = {f"StepReport/{name}_ms": 1e3 * value for name, value in zip(PHASES, table.mean(axis=0))}
+            own = {f"StepReport/own_ms/rank_{i}": 1e3 * s for i, s in enumerate(slow_ranks.own_seconds(table))}
+            self._write({**tags, **own}, self._num_steps)
+
+
+def _timed_input(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        with timed("input"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch

@@ -1,0 +1,93 @@
+"""A process of a job, of which one process at a time is slow.
+
+Arguments: the phase, seconds of delay, and the number of fits.
+"""
+
+import sys
+import time
+import warnings
+
+import keras
+import numpy as np
+
+import keras_shardopt as ks
+
+warnings.filterwarnings("ignore")
+PHASE, SECONDS, NUM_FITS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+WIDTH, NUM_STEPS = 128, 70
+is_slow = False
+
+
+def sleep(phase):
+    if is_slow and phase == PHASE:
+        time.sleep(SECONDS)
+
+
+def slept(value):
+    sleep("forward")
+    return np.zeros((), "float32")
+
+
+class Layer(keras.layers.Layer):
+    """Sleeps in each forward pass of the slow process."""
+
+    def call(self, inputs):
+        if keras.backend.backend() == "torch":
+            sleep("forward")
+            return inputs
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            zero = tf.numpy_function(slept, [tf.constant(0.0)], tf.float32)
+            zero.set_shape([])
+            return inputs + zero
+        import jax
+        from jax.sharding import PartitionSpec
+
+        def on_device(rows):
+            shape = jax.ShapeDtypeStruct((), "float32")
+            return rows + jax.pure_callback(slept, shape, jax.lax.stop_gradient(rows[0, 0]))
+
+        distribution = keras.distribution.distribution()
+        if distribution is None or isinstance(inputs, keras.KerasTensor):
+            return inputs
+        # All rows of a step are on several processes, those of a forward pass of one process are not.
+        spec = PartitionSpec("batch" if inputs.shape[0] == len(x) else None)
+        mesh = distribution.device_mesh.backend_mesh
+        return jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(inputs)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return NUM_STEPS
+
+    def __getitem__(self, index):
+        sleep("input")
+        return x, x[:, :1]
+
+
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        sleep("callbacks")
+
+
+keras.utils.set_random_seed(1)
+with ks.data_parallel() as scope:
+    model = keras.Sequential([keras.Input((WIDTH,)), Layer(), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
+    model.compile(ks.CrossShard(keras.optimizers.Adam(1e-4)), loss="mse")
+x = np.random.default_rng(0).normal(size=(24 * scope.num_processes, WIDTH)).astype("float32")
+for i in range(NUM_FITS):
+    slow = i % scope.num_processes
+    is_slow = slow == scope.process_id
+    report = ks.callbacks.StepReport(every=20)
+    model.fit(Batches(), verbose=0, callbacks=[Sleeps(), report])
+    found = None if report.slow is None else (report.slow.rank, report.slow.phase)
+    expected = {
+        "none": None,
+        "forward": (slow, "step" if keras.backend.backend() == "torch" else "forward pass"),
+    }.get(PHASE, (slow, PHASE))
+    assert found == expected, (i, report.slow, expected)
+scope.close()

@@ -1,0 +1,31 @@
+"""`StepReport` names the slow process of a job, and its slow phase, on every process."""
+
+import keras
+import pytest
+from support import launch
+from support.suites import some
+
+BACKEND = keras.backend.backend()
+RUN = {
+    "torch": launch.torchrun,
+    "jax": lambda *arguments, **more: launch.jax_processes(*arguments, num_devices=1, **more),
+    "tensorflow": launch.tensorflow_workers,
+}[BACKEND]
+
+pytestmark = [
+    pytest.mark.exhaustive("jax", "tensorflow"),
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("processes"),
+]
+
+
+@pytest.mark.parametrize("phase", some(["input", "forward", "callbacks"], ["input"]))
+def test_the_slow_rank_is_named(phase):
+    printed = RUN("slow_rank.py", 2, phase, 0.02, 2, timeout=200)
+    text = printed if isinstance(printed, str) else printed[0]
+    assert text.count("StepReport, epoch 1: Slow: rank") == 2
+
+
+@pytest.mark.exhaustive
+def test_no_rank_is_named_if_all_are_equal():
+    RUN("slow_rank.py", 2, "none", 0, 3, timeout=200)

@@ -1,0 +1,169 @@
+"""`StepReport`: times of phases, the slow rank, the file, and its picture."""
+
+import json
+import time
+
+import keras
+import numpy as np
+import pytest
+from support import events, problem
+
+import keras_shardopt as ks
+from keras_shardopt.backends import phases
+from keras_shardopt.callbacks import slow_ranks
+from keras_shardopt.callbacks.slow_ranks import PHASES, PROBES
+
+COLUMNS = (*PHASES, *PROBES)
+
+
+def window(num_ranks=4, **changes):
+    """A table of ranks that each compute 10 ms; `changes` has columns with (rank, ms)."""
+    rows = np.tile([1.0, 10.0, 2.0, 0.5, 0.0, 3.0, 10.0, 0.4], (num_ranks, 1)) * 1e-3
+    table = slow_ranks.table_of(rows)
+    for column, (rank, ms) in changes.items():
+        table[rank, COLUMNS.index(column.replace("_", " "))] = ms * 1e-3
+    return table
+
+
+def slow(*tables, hidden=False, threshold=0.1):
+    found = slow_ranks.slowest(tables, threshold, hidden)
+    return None if found is None else (found.rank, found.phase)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("phase", slow_ranks.OWN)
+def test_the_rank_and_phase_above_the_others_are_named(phase):
+    usual = 1e3 * window()[0, COLUMNS.index(phase)]
+    assert slow(*[window(**{phase: (2, usual + 3)})] * 3) == (2, phase)
+    assert slow(*[window(**{phase: (2, usual + 0.5)})] * 3) is None
+    assert slow(*[window(**{phase: (2, usual + 3)})] * 2, window(**{phase: (1, usual + 3)})) is None
+
+
+@pytest.mark.neutral
+def test_all_ranks_waiting_equally_is_sending():
+    table = slow_ranks.table_of([[1, 10, 2, 0, 0, 7, 0, 0], [1, 14, 2, 0, 0, 3, 0, 0]])
+    np.testing.assert_array_equal(table[:, PHASES.index("waiting")], [4, 0])
+    np.testing.assert_array_equal(table[:, PHASES.index("sending")], [3, 3])
+    np.testing.assert_array_equal(slow_ranks.own_seconds(table), [13, 17])
+    assert slow_ranks.seconds_per_step(table) == 20
+
+
+@pytest.mark.neutral
+def test_of_compiled_steps_only_probes_are_compared():
+    assert slow(*[window(step=(1, 30))] * 3, hidden=True) is None
+    assert slow(*[window(forward_pass=(1, 13))] * 3, hidden=True) == (1, "forward pass")
+    assert slow(*[window(forward_pass=(1, 10.8))] * 3, hidden=True) is None
+    # A forward pass is short: one late measurement counts only if no other window has a good one.
+    assert slow(*[window(forward_pass=(1, 50))] * 2, window(), hidden=True) is None
+
+
+@pytest.mark.neutral
+def test_a_slow_network_is_found_except_for_rank_0():
+    assert slow(*[window(message=(2, 3))] * 3) == (2, "message")
+    assert slow(*[window(message=(0, 3))] * 3) is None
+    assert slow(*[window(message=(2, 0.7))] * 3) is None
+    assert slow(*[window(num_ranks=2, message=(1, 3))] * 3) is None
+
+
+@pytest.mark.neutral
+def test_one_rank_is_never_slow():
+    assert slow(*[window(num_ranks=1)] * 3) is None
+
+
+@pytest.mark.neutral
+def test_a_phase_inside_another_interrupts_it(monkeypatch):
+    clock = iter([0, 0, 1, 3, 6, 10, 15, 100, 200])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    recorder = phases.Recorder("callbacks")
+    recorder.start()
+    with phases.timed("step"), phases.timed("waiting"):  # from 1 to 10, from 3 to 6
+        pass
+    assert recorder.stop() == {"callbacks": 6, "step": 6, "waiting": 3}  # it stops at 15
+    with phases.timed("step"):
+        assert next(clock) == 100  # without a recorder, nobody reads the clock
+
+
+SLEEP = 0.004
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        time.sleep(SLEEP)
+        x, y = problem.data()
+        return x[:8], y[:8]
+
+
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(2 * SLEEP)
+
+    def on_test_batch_end(self, batch, logs=None):
+        time.sleep(0.1)
+
+
+def test_times_of_one_process(tmp_path, capsys):
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    ks.prepare(model)
+    report = ks.callbacks.StepReport(every=10, to=tmp_path / "steps.jsonl", profile_step=9)
+    x, y = problem.data()
+    begin = time.perf_counter()
+    model.fit(Batches(), validation_data=(x[:8], y[:8]), callbacks=[Sleeps(), report], verbose=0)
+    wall = time.perf_counter() - begin
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["num_steps"]) for line in lines] == [(13, 10), (23, 10)]
+    for line in lines:
+        ((times),) = line["ranks"]
+        loads_ahead = keras.config.backend() == "tensorflow"
+        assert times["input"] >= (0 if loads_ahead else 1e3 * SLEEP) and times["input"] > 0
+        assert times["callbacks"] >= 2e3 * SLEEP and times["step"] > 0
+        assert times["waiting"] == times["sending"] == 0
+    total = sum(line["num_steps"] * sum(line["ranks"][0][phase] for phase in PHASES) for line in lines)
+    assert total < 1e3 * (wall - 0.1)  # without the validation
+    printed = capsys.readouterr().out
+    assert "StepReport, epoch 1: " in printed and "One process" in printed and "input" in printed
+    assert report.slow is None and not hasattr(model.train_function, "real")
+    assert any(file.stat().st_size for file in (tmp_path / "steps.jsonl.trace" / "rank-0").rglob("*") if file.is_file())
+
+
+@pytest.mark.neutral
+def test_scalars_for_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    ks.prepare(model)
+    report = ks.callbacks.StepReport(every=10, log_dir=tmp_path)
+    model.fit(Batches(), callbacks=[report], verbose=0)
+    found = events.read(tmp_path)
+    assert {step for step, _ in found["StepReport/input_ms"]} == {13, 23}
+    assert all(value >= 1e3 * SLEEP for _, value in found["StepReport/input_ms"])
+    assert "StepReport/own_ms/rank_0" in found
+
+
+@pytest.mark.neutral
+def test_the_picture_has_a_bar_per_rank(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranks = [{**dict.fromkeys(PHASES, 1.0), "input": 1.0 + rank} for rank in range(3)]
+    lines = [
+        {"step": 10, "num_steps": 10, "ranks": ranks, "slow": None},
+        {"step": 40, "num_steps": 30, "ranks": [dict.fromkeys(PHASES, 5.0)] * 3, "slow": {"words": "rank 2: input"}},
+    ]
+    path = tmp_path / "steps.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    axes = ks.plot_step_report(path)
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    assert len(widths) == len(PHASES)
+    assert widths[0] == [4.0, 4.25, 4.5] and widths[1] == [4.0] * 3  # means, by number of steps
+    assert axes.get_title() == "rank 2: input"
+    path.write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match="`path` must be a file of"):
+        ks.plot_step_report(path)
+
+
+@pytest.mark.neutral
+def test_a_profile_needs_a_path():
+    with pytest.raises(ValueError, match="`profile_step` needs a path `to`"):
+        ks.callbacks.StepReport(profile_step=3)
