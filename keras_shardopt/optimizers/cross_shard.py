@@ -10,11 +10,9 @@ import keras
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
-from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import register_created
-from keras_shardopt.optimizers.memory import ReportsMemory
-from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.one_replica import OneReplicaShortcut
+from keras_shardopt.optimizers.reports import Reports
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
@@ -42,9 +40,7 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(
-    OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommunication, ReportsMemory, ShardedState, HasOptions
-):
+class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOptions):
     r"""Averages gradients over all replicas, once per update.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets

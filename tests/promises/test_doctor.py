@@ -229,17 +229,6 @@ class TestPlantedFaults:
         assert_names(reports([{"TF_CONFIG": "{"}]), self.NOT_CONNECTED, ("error", "environment", wanted))
 
     @pytest.mark.backends("torch")
-    def test_a_slow_network(self):
-        slow = "ip link set lo up mtu 1500 && tc qdisc add dev lo root tbf rate 20mbit burst 256kb latency 400ms"
-        doctor = "-m keras_shardopt.doctor --json --timeout 120"
-        command = f"{slow} && exec {sys.executable} -m keras_shardopt.launch --nproc 2 {doctor}"
-        environment = launch.variables("torch", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        printed = launch.run(["unshare", "--net", "sh", "-c", command], 280, environment)
-        rows = json.loads(re.sub(r"^\[0\] ?", "", printed, flags=re.MULTILINE))["findings"]
-        found = [(row["level"], row["check"], row["text"], row["remedy"]) for row in rows]
-        assert_names(found, ("warning", "all-reduce", "slow all-reduce: 1 KB .* GB/s per replica"))
-
-    @pytest.mark.backends("torch")
     def test_an_interface_that_is_down(self):
         first, _ = addressed(2, *launch.free_ports(1))
         job = {**first, "GLOO_SOCKET_IFNAME": "lo"}
