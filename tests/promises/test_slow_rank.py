@@ -28,4 +28,6 @@ def test_the_slow_rank_is_named(phase):
 
 @pytest.mark.exhaustive
 def test_no_rank_is_named_if_all_are_equal():
+    if launch.slowness() > 1.5:
+        pytest.skip("other programs share the cores, so a rank can really be slow")
     RUN("slow_rank.py", 2, "none", 0, 3, timeout=200)
