@@ -45,7 +45,10 @@ def plot_step_report(path: str | os.PathLike[str]) -> Any:
             "`path` must be a file of `StepReport(to=...)`, from jobs of equally many ranks. "
             f"Received: path={path!r} ({type(error).__name__}: {error})"
         ) from error
-    from matplotlib.figure import Figure  # optional, slow to import
+    try:
+        from matplotlib.figure import Figure  # optional, slow to import
+    except ModuleNotFoundError as error:
+        raise ImportError("`plot_step_report` requires matplotlib. Run `pip install matplotlib`.") from error
 
     ax = Figure(figsize=(8, 1.8 + 0.35 * len(mean)), layout="constrained").add_subplot()
     starts = np.zeros(len(mean))

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -229,8 +230,9 @@ def test_bad_arguments_are_named(name, data):
 
 
 def test_what_is_right_is_taken():
+    left_out = {"prepare"} | (set() if importlib.util.find_spec("matplotlib") else {"plot_step_report"})
     for name, arguments in VALID.items():
-        if name != "prepare":
+        if name not in left_out:
             found(name)(**arguments())
 
 

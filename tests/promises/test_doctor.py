@@ -259,7 +259,8 @@ def test_the_command_reports_in_one_block_under_the_launcher(tmp_path):
     assert printed.rstrip().splitlines()[-1].startswith("[0] error: 0, warning: "), printed
 
 
-@pytest.mark.exhaustive("torch")
+@pytest.mark.exhaustive
+@pytest.mark.backends("torch")
 def test_a_process_that_the_launcher_ends_reports_first(tmp_path):
     """Process 1 fails at once, because it has another backend; the launcher ends process 0, which waits for it."""
     program = tmp_path / "starts.py"

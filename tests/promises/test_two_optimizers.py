@@ -86,7 +86,7 @@ def test_summaries_are_of_every_optimizer(tmp_path):
         assert [step for step, _ in found[name] if step % 2 == 0] == steps
         assert all(value == pytest.approx(rate) for _, value in found[name])
     if keras.config.backend() == "jax":
-        with pytest.raises(ValueError, match=r"summaries=\['gradient_norm'\], with `d_optimizer`"):
+        with pytest.raises(ValueError, match=r"summaries=\['gradient_norm'\], and the optimizer `d_optimizer`"):
             trained(["gradient_norm"])
         return
     found, model = trained(["gradient_norm"])

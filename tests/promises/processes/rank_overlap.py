@@ -830,7 +830,7 @@ def gradients_are_let_go_when_they_are_sent(scope):
     torch_overlap.sliced_buckets.__globals__["SlicedBucket"] = real
     buckets = model.optimizer.pipeline.reducer.buckets._buckets
     assert len(buckets) >= 10 and held[len(buckets) :] and max(held[len(buckets) : -len(buckets)]) <= bucket, held
-    kept = sum(b._own.nbytes for b in buckets) + sum(t.nbytes for t in buckets[0]._pool._held.values())
+    kept = sum(b._own.nbytes for b in buckets) + sum(t.nbytes for t in buckets[0]._pool.held.values())
     assert kept <= 1.02 * whole / scope.num_replicas + 3 * 1.02 * bucket, (kept, whole)
     for variable in model.trainable_variables:  # which nobody takes for a gradient
         assert torch.isnan(variable.value.grad).all() and variable.value.grad.untyped_storage().nbytes() == 4
