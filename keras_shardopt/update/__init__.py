@@ -11,10 +11,10 @@ inner optimizer. Known algorithms in these terms:
 - Other ways of sending gradients, such as 8-bit codes: a `Transport`, passed to the reducer.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
-Variables other than weights and optimizer state are of these kinds:
+The variables of stages and transports are of these kinds:
 
 - `Stage._replica_state`: has a different value on each replica, such as the sums of accumulated gradients.
-- `Transport.carried`: passes values from one reduction to the next on the same replica, such as errors of a lossy code.
+- `Transport.carried`: holds values that a replica passes to its next reduction, such as the errors of a lossy code.
   Inside a step, `Step.own` holds this replica's values.
 - `ExtensionStage.replica_state`: optimizer state that each replica updates separately, as in local SGD.
 - `ExtensionStage.saved_variables`: is in optimizer files. Files omit the variables of other stages.

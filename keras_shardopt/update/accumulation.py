@@ -25,7 +25,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _NONE_YET = float("-inf")
-"""Marks "no value yet". Variables with `overwrite_with_gradient` keep the maximum of micro-batches, never this."""
+"""Marks "no value yet" for variables with `overwrite_with_gradient`, which take the maximum of micro-batches."""
 
 
 class Accumulation(Stage):
@@ -42,11 +42,11 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # Set if DDP has already reduced the latest gradients. After the last micro-batch, this cannot be detected.
+        # How the latest gradients arrived, if DDP has already reduced them. It cannot be detected from their mean.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
-        """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
+        """JAX: the mesh axis of replicas, if each sum has a first dimension with one entry per replica; or None."""
         self.snapshots: list[Variable] = []
         """Copies of variables that forward passes change (moving means), from before the first micro-batch."""
         self._counts_rows = counts_rows
@@ -59,8 +59,8 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Positions of the variables that `apply` received since the update, and of those with a gradient. In traced
-        # steps these sets only grow, because Python runs once per trace and not once per micro-batch.
+        # Positions of variables in this window: received by `apply`, with a gradient, and in the last micro-batch. In
+        # traced steps the first two sets only grow, because Python runs once per trace, not once per micro-batch.
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
@@ -156,7 +156,7 @@ class Accumulation(Stage):
         runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
-        """Multiply gradients by `Step.weight`, or by 0 without rows. Do nothing if they arrive reduced."""
+        """Multiply gradients by `Step.weight` (by 0 if this replica has no rows). Reduced gradients stay unchanged."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # already reduced over replicas
@@ -300,7 +300,7 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # A compiled step can have no value in any micro-batch. Then the variable keeps its value.
+            # In a compiled step, perhaps no micro-batch has a next value. Then the variable keeps its value.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 

@@ -2,7 +2,7 @@
 
 Each process describes its training as text: versions, variables, optimizers and their arguments. If a compiled model
 with these variables exists, the text includes its layers and losses. The processes compare digests of the text, and
-exchange the text itself only if digests differ, so the error of each names the difference.
+exchange the text itself only if digests differ, so that each process can name the difference in its error.
 
 Private names of Keras touched here (a test checks that each exists):
     `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` of `compile`.
@@ -87,7 +87,7 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
     differing = [entry for entry in entries if len({theirs.get(entry) for theirs in all_descriptions}) > 1]
     if not differing:
         differing, all_descriptions = ["order"], [{"order": repr(list(theirs))} for theirs in all_descriptions]
-    # After a missing or moved variable (or layer) all later ones differ too, so name only the first.
+    # If a variable (or layer) is missing or moved, all later ones differ too. So name only the first that differs.
     variables = [entry for entry in differing if entry.startswith(_VARIABLE)]
     layers = [entry for entry in differing if entry.startswith(_LAYER)]
     named = [entry for entry in differing if entry not in (*variables[1:], *layers[1:])]
@@ -152,8 +152,8 @@ def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -
 
 
 def _describe_model(optimizer: Optimizer, variables: Sequence[Variable], found: Description) -> None:
-    """Add the layers and losses of the model compiled with this optimizer, if it exists."""
-    # Ignore other models with these variables: only one process may have created them.
+    """Add the layers and losses of the model compiled with this optimizer to `found`, if such a model exists."""
+    # Ignore other models with these variables, because perhaps only one process has created them.
     compiled = _compiled_with(optimizer, models_with(variables))
     if compiled is not None:
         found[_LOSS[0]] = _short(_loss_as_text(getattr(compiled, "loss", None)))

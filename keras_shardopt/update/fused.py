@@ -38,7 +38,7 @@ class FusedUpdate(Stage):
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Inside another wrapper, use the kernel, because it also multiplies gradients by the wrapper's factor.
+            # Inside another wrapper, always use the kernel: it also multiplies gradients by the wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 

@@ -31,7 +31,7 @@ from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
-# Backends that record whether losses were divided by the number of replicas, to detect how gradients arrive.
+# Backends that record whether a loss was divided by the number of replicas. Its gradients must then be summed.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
@@ -80,8 +80,8 @@ def _reduce_weighted_values(
         # The loss has no values per row, so assume that it is the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        # A custom loss can drop values, and by chance have one per row on some replicas only. So all replicas exchange
-        # their counts.
+        # A custom loss can drop values. Their number then equals the number of rows only by chance, on some replicas.
+        # So replicas skip the exchange of counts only for losses of Keras.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, is_sum) if part.losses_are_divided and _dividing is not None else loss
@@ -177,7 +177,7 @@ def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
     """Multiply a mean over this part's rows by `row_share`: the mean over replicas is then the mean over all rows."""
     share = ops.cast(part.row_share, dtype_of(loss))
-    # Without rows the mean may be NaN, which would spread to the sum over replicas, so return 0.
+    # The mean over no rows can be NaN, and the sum over replicas would then be NaN too, so return 0.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
@@ -210,7 +210,7 @@ _own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = conte
 def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
     """Use `losses` instead of the model's own `add_loss` values during the block.
 
-    They repeat in a cycle, because a custom `compute_loss` may call Keras' method twice.
+    The values repeat in a cycle, because a custom `compute_loss` may call Keras' method twice.
     """
     token = _own_losses.set((len(losses), itertools.cycle(losses)))
     try:

@@ -2,7 +2,7 @@
 
 Each replica checks only its gradients. It sends the index of its first nonfinite gradient with the gradients, as
 binary digits (flags) in elements reserved for this replica. A sum or mean in any dtype preserves the digits of all
-replicas. The result has three forms:
+replicas. The result of the check has three forms:
 
 - Before the reduction: a scalar, the index from 1 of this replica's first nonfinite gradient, or 0.
 - In the reduction: flags, `num_flags` elements.
@@ -77,7 +77,7 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        # Map a variable's index in the step to its position in the optimizer. `UNKNOWN` (-1) takes the last entry.
+        # Map indices in the step to positions in the optimizer. `UNKNOWN` is -1, so it selects the last entry.
         positions = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
         source = ops.stack([found_inf[1], ops.take(positions, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
@@ -102,7 +102,7 @@ class SkipNonFinite(Stage):
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raise FloatingPointError if updates were skipped since the last call. With `from_now`, forget them."""
+        """Raise FloatingPointError if updates were skipped since the last call. With `from_now`, do not raise."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
@@ -127,7 +127,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
-    """Return the number of elements of `flags`: for each replica, the binary digits of an index."""
+    """Return the length of the tensor from `flags`: per replica, one element for each binary digit of an index."""
     return num_replicas * num_variables.bit_length()
 
 
@@ -175,7 +175,7 @@ def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
-    """Return, over all replicas, whether a gradient is NaN and the largest absolute value.
+    """Return whether any replica has a NaN gradient, and the largest absolute value over all replicas.
 
     Raises:
         ValueError: if another replica calls `fail_among_all` instead.
@@ -242,7 +242,7 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `found_inf` if no flags were sent, from the first nonfinite index in sums and own gradients."""
+    """Return `found_inf` without flags, from two indices (from 1): of a nonfinite sum, and of an own gradient."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])

@@ -11,7 +11,7 @@ from keras_shardopt.update.extension import Extension, Settings
 from keras_shardopt.update.torch_speed import TorchSpeed
 
 KINDS: list[type[Settings]] = []
-"""The classes that replace old arguments."""
+"""The classes of objects that replace old arguments, such as `TorchSpeed`."""
 
 
 def with_objects(
@@ -20,9 +20,9 @@ def with_objects(
     """Return the arguments `extensions` and `torch` of a `CrossShard`, with old arguments converted to objects.
 
     Args:
-        extensions: the argument of this name.
-        torch: the argument of this name.
-        old: other keyword arguments.
+        extensions: the constructor's argument `extensions`.
+        torch: the constructor's argument `torch`.
+        old: the constructor's other keyword arguments.
         warns: whether a `DeprecationWarning` shows the new spelling.
 
     Raises:
@@ -64,7 +64,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
-    """Return the values of all old arguments for an optimizer with these objects, with defaults for the rest."""
+    """Return the values of all old arguments: those of the objects in `settings`, and defaults for the rest."""
     found = {name: default for kind in KINDS for name, default in kind.old_arguments.items()}
     for each in settings:
         found |= each.to_old()

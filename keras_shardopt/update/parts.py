@@ -10,7 +10,7 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class PartOfBatch(Communicator):
-    """The communicator that losses and stages use while one part of a batch is processed. They treat parts as replicas.
+    """The communicator that losses and stages use while one part of a batch is processed, as if it were a replica.
 
     Losses that divide by the sum of a mask, or of sample weights, need this sum over all parts. So a trainer first runs
     all parts with `CountingPart`, and passes the recorded sums as `counted`. If each replica has exactly one part, the
@@ -21,7 +21,7 @@ class PartOfBatch(Communicator):
         num_replicas: the number of parts.
         is_first: whether this is the first part that its replica processes.
         is_last: whether this is the last part that its replica processes.
-        counted: the sums over all parts, in the order in which losses reduce them.
+        counted: the sums over all parts, in the order in which losses request them.
         others: the communicator of the replicas, if each has exactly one part.
     """
 

@@ -53,7 +53,7 @@ class Peers:
         """Check that these replicas can train together. Before the first update, give them equal weights and state.
 
         Returns:
-            The factor for this replica's first gradients, from `broadcast_state`: 0 if its weights were replaced.
+            The factor for this replica's first gradients (see `broadcast_state`): 0 if they are of replaced weights.
 
         Raises:
             ValueError: on every replica, if their optimizers or variables differ.
@@ -85,7 +85,7 @@ class Peers:
         """Check, once, that all processes train the same model with the same optimizer. All must call it together.
 
         Raises:
-            ValueError: on every process, with the difference.
+            ValueError: on every process, if they differ. The message names the difference.
         """
         comm = runtime.communicator(self._optimizer.axis_name) if comm is None else comm
         if self._agree or not comm.is_multi_process:
@@ -99,7 +99,7 @@ class Peers:
     def check_parts(self) -> None:
         """Check that the state shards of all processes belong to the same update. All processes call it together.
 
-        Call it before values of process 0 are copied to all processes, because shards cannot be copied.
+        Call it before the values of process 0 are copied to all processes, because that copy contains no shards.
 
         Raises:
             ValueError: on every process.

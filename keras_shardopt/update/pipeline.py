@@ -1,4 +1,4 @@
-"""Run one update: stages, the reduction of gradients over replicas, and stages after it."""
+"""Run one update: the stages before the reduction of gradients over replicas, the reduction, and later stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
 
 _NO_STEP = Step((), ())
-# The step of `resuming`. A context variable, because TensorFlow's replicas are threads that alternate in one update.
+# The step set by `resuming`. A context variable, because TensorFlow's replicas are threads that alternate in an update.
 _resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NO_STEP)
 _resumed_lock = threading.Lock()
 
@@ -131,7 +131,7 @@ class Pipeline:
         self._collect(step)
 
     def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Run `update(grads, variables)` without a `Step`. Only if `is_idle`, and if nothing must be reduced."""
+        """Run `update(grads, variables)` without a `Step`. Call it only if `is_idle` and nothing must be reduced."""
         if self._fused is None:
             update(grads, variables)
         else:
@@ -182,7 +182,7 @@ class Pipeline:
     @property
     def resumed(self) -> Step:
         """The step passed to `resuming`; outside it, an empty step."""
-        # The count avoids reading the context variable: each read splits the graph of torch.compile.
+        # Check the count first, because each read of a context variable splits the graph of torch.compile.
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:

@@ -35,7 +35,7 @@ from keras_shardopt.update.transport import Transfer, Transport, transport_of
 # Backends that can reduce gradients during the backward pass.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
-# Backends that keep memory to send gradients.
+# Backends that allocate memory for sending gradients.
 _bytes = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
 
 
@@ -72,7 +72,7 @@ class AllReduce:
         return False
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return the bytes that buckets keep for this replica's slices of gradients, and those to send gradients."""
+        """Return two numbers of bytes: of this replica's slices of gradients in buckets, and of memory for sending."""
         return 0, 0
 
     def members(self, comm: Communicator) -> Communicator:
@@ -110,9 +110,9 @@ class AllReduce:
         return self._context.lays_out_state and is_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
-        """Send zeros, with a flag that this replica has ended training."""
+        """Send zeros and the flag that this replica has ended training, so other replicas do not wait for it."""
         members, variables = self.members(comm), self._context.trainable
-        # Next values (`overwrite_with_gradient`) need another collective, and this function cannot run it.
+        # Next values (`overwrite_with_gradient`) need a second collective, and this function runs only one.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
@@ -215,7 +215,7 @@ class Overlapped:
             self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step reduced in buckets, which were sent early or are sent now."""
+        """Return the step, reduced in buckets that were sent during the backward pass or are sent now."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
@@ -232,7 +232,7 @@ class Overlapped:
         return step
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return the same as `AllReduce.predicted_bytes`. The second number is None for buckets of a codec."""
+        """Return the same as `AllReduce.predicted_bytes`. The second number is None (unknown) with a codec."""
         if _bytes is None or (self._among is not None and self.buckets is None):
             return 0, 0
         num_ranks = self._context.communicator().num_replicas

@@ -1,6 +1,6 @@
 """One replica's input to the reduction of an update: its gradients, and how replicas combine them.
 
-The state of the gradients determines the collective and the factor.
+How the gradients arrive (`GradientState`) determines the collective, and the factor of its result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Reduction:
     """The variables of `grads`, the same on all processes. These include variables of frozen layers."""
 
     places: Sequence[int]
-    """The positions of these variables among the optimizer's trainable ones."""
+    """The positions of these variables among the optimizer's trainable variables."""
 
     op: ReduceOp = "mean"
     factor: float = 1.0
@@ -63,7 +63,7 @@ class Reduction:
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     own: Sequence[Tensor] | None = None
-    """The values kept from the last reduction, such as coding errors; None to read them from the variables."""
+    """Values kept from the last reduction (`Step.own`), such as coding errors; None to read them from variables."""
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
@@ -110,7 +110,7 @@ class Reduction:
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
             if found_inf is not None:
-                # Map a position in the optimizer to the index in the step. `UNKNOWN` (-1) takes the last entry.
+                # Map positions in the optimizer to indices in the step. `UNKNOWN` is -1, so it selects the last entry.
                 indices = [UNKNOWN] * (len(self.variables) + 1)
                 for index, position in enumerate(positions):
                     indices[position] = index
@@ -127,8 +127,8 @@ def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor that turns a sum of gradients divided by the number of replicas into a `kind`: mean or sum."""
-    # Each gradient is divided by the number of all replicas, even if the sum is over one group.
+    """Return the factor that turns a sum of prescaled gradients into the mean or the sum (`kind`) over `replicas`."""
+    # Each prescaled gradient is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 
 
@@ -142,5 +142,5 @@ def rescale_reduced(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | 
 
 
 def scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return a gradient times a number. A factor of 1 returns the same object, so one replica costs nothing."""
+    """Return a gradient times a number. A factor of 1 (one replica) returns the same object, without a copy."""
     return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

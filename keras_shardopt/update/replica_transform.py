@@ -74,9 +74,9 @@ def transformed_gradients(
 ) -> list[Tensor | None]:
     r"""Return this replica's gradients, changed by `transform` and then clipped by their global norm.
 
-    Both work in units of the replica's mean loss. Let $s$ be the loss scale, and $u = s / N$ for prescaled gradients,
-    otherwise $u = s$. A gradient arrives as $u \, g_r$. `transform` receives $g_r$ (half precision as float32), and
-    clipping returns $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes of arriving gradients.
+    Transform and clipping work in units of the replica's mean loss. Let $s$ be the loss scale, and $u = s / N$ for
+    prescaled gradients, otherwise $u = s$. A gradient arrives as $u g_r$. `transform` receives $g_r$ (half precision
+    as float32). Clipping returns $g_r \min(1, c / \lVert g_r \rVert)$. Units and dtypes of gradients stay the same.
 
     Args:
         grads: this replica's local or prescaled gradients, one tensor or None per variable.
@@ -106,7 +106,7 @@ def transformed_gradients(
             dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
             result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
     if clipnorm is not None:
-        # Scale the limit instead of the gradients, so gradients within it stay bitwise unchanged.
+        # Scale the limit instead of the gradients, so gradients within the limit stay bitwise unchanged.
         own = [result[i] for i in plain]
         for i, grad in zip(plain, clipped_to(own, clipnorm * unit, global_norm(own))):
             result[i] = grad

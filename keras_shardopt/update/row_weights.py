@@ -1,4 +1,4 @@
-"""Weights for a replica's gradients: zero without rows, `Step.weight` otherwise."""
+"""Weights for a replica's gradients: 0 if the replica has no rows of the batch, otherwise `Step.weight`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.update.step import Step
 
 
 def zero_without_rows(step: Step) -> Step:
-    """Multiply the gradients by `Step.weight`. Without rows, return zeros and a `found_inf` of 0.
+    """Multiply the gradients by `Step.weight`. If this replica has no rows, return zeros and a `found_inf` of 0.
 
     Gradients are not weighted by rows, because losses have already divided by the number of rows of all replicas.
     """
@@ -35,7 +35,7 @@ def _weighted(grad: Any, variable: Variable, weight: Any) -> Any:
         return grad
 
     def times(value: Tensor) -> Tensor:
-        # Do not multiply by zero: without rows, or before replicas have equal weights, gradients may be NaN.
+        # Select zeros if the weight is 0, because gradients can be NaN then, and NaN times 0 is NaN.
         if isinstance(weight, (int, float)):
             # Cast the weight: on PyTorch, a scalar half-precision gradient would become float32, on some replicas only.
             return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))

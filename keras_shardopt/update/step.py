@@ -47,12 +47,12 @@ class Step:
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     found_inf: Tensor | tuple[int, int, int] | None = None
-    """The first nonfinite gradient; None if unchecked. Indices count the step's `variables`.
+    """The first nonfinite gradient; None if unchecked. Indices are positions in the step's `variables`.
 
     Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After it:
     an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not finite, 1 is
-    the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if the host has
-    read that all are finite.
+    the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if the CPU
+    has already read that all gradients are finite.
     """
 
     replica_axis: str | None = None
@@ -62,8 +62,8 @@ class Step:
     """For each gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values for the next reduction, such as coding errors (`Transport.carried`). Before the reduction:
-    the old ones, or None to read the variables. After it: the new ones."""
+    """Values that this replica passes from one reduction to the next, such as coding errors (`Transport.carried`).
+    Before the reduction: the old values, or None to read the variables. After the reduction: the new values."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that stages pass from `local` to `commit`, equal on all replicas."""
@@ -134,8 +134,8 @@ class Stage:
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Process a step before the reduction, in each `apply`; with gradient accumulation, once per update.
 
-        To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in a
-        prepared `fit` on JAX, they can be reduced already, or be those of all replicas in one tensor.
+        To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in
+        `fit` of a prepared model on JAX, they can be reduced already, or one tensor can hold those of all replicas.
         """
         proceed(step)
 
@@ -152,7 +152,7 @@ class Stage:
         proceed(step)
 
     def reset(self) -> None:
-        """Discard unfinished work: state was loaded, or training resumes from another point."""
+        """Discard unfinished work, because state was loaded or training resumes from another point."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of its constructor, for files.
@@ -181,14 +181,14 @@ class Stage:
 def proceed_if(
     condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], updates_differ: bool = False
 ) -> None:
-    """Call `proceed(step)` if a scalar bool tensor is true. It is expected to be true in most updates.
+    """Call `proceed(step)` if the scalar bool tensor `condition` is true, as in most updates.
 
     Args:
         condition: the scalar, equal on all replicas unless `updates_differ`.
         proceed: the rest of the update.
         step: the step to proceed with. Its gradients and notes are passed to the branch.
         variables: all variables that the rest of the update reads or assigns.
-        updates_differ: whether the scalar may differ among replicas. Then `proceed` must not reduce.
+        updates_differ: whether the scalar may differ among replicas. Then `proceed` must not communicate.
     """
     count, names = len(step.grads), list(step.notes)
 

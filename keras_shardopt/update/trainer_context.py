@@ -19,10 +19,10 @@ class BatchShare:
     """This replica's part of the global batch in the running step."""
 
     local_batch_size: Any
-    """Number of this replica's rows without padding: an int, or a tensor if replicas of one program differ."""
+    """Number of this replica's rows without padding: an int, or a tensor if replicas of one program differ in it."""
 
     all_rows: Any
-    """Number of rows on all replicas, or a function that waits for and returns it."""
+    """Number of rows on all replicas, or a function that waits for this number and returns it."""
 
     replicas: Communicator
     """The replicas that share the batch."""
@@ -82,7 +82,7 @@ def _count_parts(change: int) -> None:
 
 def current_share() -> BatchShare | None:
     """Return the part of the innermost `batch_shared`, or None outside one."""
-    # The count avoids reading the context variable: each read splits the graph of torch.compile.
+    # Check the count first, because each read of a context variable splits the graph of torch.compile.
     return _part.get() if _num_parts_open else None
 
 

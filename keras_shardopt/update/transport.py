@@ -1,7 +1,7 @@
 """Send the gradients of one update between replicas, unchanged or in half precision.
 
 A `Transport` lives as long as its optimizer, a `Transfer` for one reduction. The reducer decides which replicas receive
-the sums. An extension subclasses both, and keeps in `carried` the values for its next reduction.
+the sums. An extension subclasses both classes, and `Transport.carried` keeps values for its next reduction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Step
 
 Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
-"""For each replica, its slices as (variable's position, first element, this replica's gradient of the slice)."""
+"""For each receiving replica, its slices: (variable's position, first element, this replica's gradient there)."""
 
 
 class Transfer:
@@ -37,7 +37,7 @@ class Transfer:
         """Return the sums or means over replicas of these gradients and of `along`.
 
         Args:
-            places: the positions of their variables among the optimizer's trainable ones.
+            places: the positions of the gradients' variables among the optimizer's trainable variables.
             tensors: this replica's gradients.
             along: a flat tensor, such as flags, to reduce in the same collective, or None.
             op: "sum" or "mean".
@@ -54,7 +54,7 @@ class Transfer:
 
         Args:
             rows: for each replica, the slices that it receives.
-            length: int. Number of elements of the longest row; the others are padded to it.
+            length: int. Number of elements of the longest row. Shorter rows are padded with zeros.
             along: see `all_reduce`.
             op: "sum" or "mean".
             dtype: the dtype of the padding.
@@ -83,13 +83,13 @@ class Transport:
     """Sends gradients unchanged. Subclasses encode them."""
 
     narrow: str | None = None
-    """The half-precision dtype to which gradients are cast, if nothing else is done to them; None otherwise."""
+    """The half-precision dtype to which gradients are cast, if the transport changes nothing else; None otherwise."""
 
     divides_along_axes: bool = True
     """Whether a reduction can give each replica a slice along a dimension (`Step.axes`)."""
 
     early_in_slices: bool = True
-    """Whether slices can be sent during the backward pass."""
+    """Whether slices of gradients (`shard_state=True`) can be sent during the backward pass."""
 
     buckets: Callable[..., Any] | None = None
     """Creates the buckets that PyTorch sends during the backward pass; None for the default buckets."""
@@ -98,7 +98,7 @@ class Transport:
     def carried(self) -> Mapping[str, Sequence[Variable]]:
         """The variables that keep values for the next reduction, by their name in backups.
 
-        Each replica has other values, for example the errors of a lossy code, which are added to the next gradients.
+        Values differ between replicas. For example, the errors of a lossy code are added to the next gradients.
         """
         return {}
 
@@ -106,7 +106,7 @@ class Transport:
         """Warn if the inner optimizers do not suit this transport."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create its variables, once."""
+        """Create the variables of the transport when the optimizer is built."""
 
     def reset(self) -> None:
         """Discard the values of `carried`, such as coding errors, because state was loaded."""
@@ -115,10 +115,10 @@ class Transport:
         """If one program runs all replicas, stack their coding errors (`carried`) along a first dimension."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
-        """Begin one reduction among these replicas.
+        """Return the `Transfer` for one reduction among the replicas of `comm`.
 
         Raises:
-            ValueError: if these replicas do not support the transport.
+            ValueError: if the replicas do not support the transport.
         """
         del reduction
         return Transfer(comm)
@@ -128,11 +128,11 @@ class Transport:
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of other tensors, such as weights.
+        """Return the mean over replicas of each tensor, for tensors that are not gradients, such as weights.
 
         Args:
-            comm: the replicas.
-            places: the positions of the variables of these tensors.
+            comm: the communicator of the replicas.
+            places: for each tensor, the position of its variable among the optimizer's trainable variables.
             tensors: this replica's tensors.
             update: the number of updates so far.
         """
@@ -147,7 +147,7 @@ class InHalf(Transport):
         self.narrow = dtype
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
-        """Begin one reduction in half precision. Gradients are divided before the sum, because it could overflow."""
+        """Begin one reduction in half precision. Gradients are divided first, because their sum could overflow."""
         return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

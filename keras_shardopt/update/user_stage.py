@@ -94,7 +94,7 @@ class UserStage(Stage):
             after = self._stage.local(own, comm)
         self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
-        # All replicas must send the same dtypes, so restore those, and replace None with zeros.
+        # All replicas must send the same dtypes, so cast gradients to those of the variables. None stays None.
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
             return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
@@ -127,7 +127,7 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # Compare the update counter: only the wrapped loss scaling can find an overflow in another replica's slices.
+        # Compare the update counter, because only the wrapped loss scaling detects overflows in other replicas' slices.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
