@@ -1,7 +1,7 @@
 """`BatchNormalization(synchronized=True)`: statistics of all rows of the global batch, on every backend.
 
-Keras implements it on TensorFlow only. In the steps of a prepared model, each replica computes mean and variance of its
-own rows. Replicas exchange these statistics, and combine them by the formula of Chan, Golub and LeVeque (1979):
+Keras has this option on TensorFlow only. In the steps of a prepared model, each replica computes mean and variance of
+its own rows. Replicas exchange these statistics, and combine them by the formula of Chan, Golub and LeVeque (1979):
 
     n = sum n_r,   mean = sum n_r mean_r / n,   variance = sum (M_r + n_r (mean_r - mean)^2) / n
 
@@ -39,7 +39,7 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# PyTorch only: the module with a differentiable sum over ranks. TensorFlow only: Keras synchronizes too.
+# PyTorch only: a module with a differentiable sum over ranks. On TensorFlow, Keras can synchronize the layer itself.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
 # PyTorch only: finds the `torch.nn` modules that a Keras model can contain.
@@ -104,7 +104,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
 
 
 def synchronized_statistics(model: Any) -> set[int]:
-    """Return the `id` of each moving statistic of synchronized layers. Replicas without rows have equal values too."""
+    """Return the `id` of each moving statistic of synchronized layers: equal on all replicas, even without rows."""
     layers = [each for each in layers_of(model) if isinstance(each, _Layer) and each.synchronized]
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
@@ -137,7 +137,7 @@ def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     if _in_keras_too and processes.num_replicas() > 1:
         return _moments_in_keras(layer, inputs, mask)
     runtime.no_compile(_warn_of_local_statistics, layer)
-    # With a mask, Keras ignores `synchronized`.
+    # Call Keras's method only with a mask, because it then ignores `synchronized`. Otherwise it can raise.
     return ops.moments(inputs, layer._reduction_axes) if mask is None else _moments_in_keras(layer, inputs, mask)
 
 

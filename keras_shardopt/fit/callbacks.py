@@ -1,6 +1,6 @@
 """Callbacks of a prepared model on several processes: all make the same decision, and one process writes.
 
-Callbacks that only write run on the first process, the others on every process. Logs cover all replicas, so a callback
+Callbacks that only write run on the first process, all others on every process. Logs cover all replicas, so a callback
 makes the same decision on every process. If it saves the model, all processes take part, because state may be sharded
 among them, and the first process writes.
 
@@ -75,7 +75,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        # The methods of models call the functions in `keras.src`, so keep those: `save` would call itself.
+        # The methods of models call the functions in `keras.src`, so keep those. Otherwise `save` would call itself.
         if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
@@ -117,7 +117,7 @@ BAR_SECONDS = 0.05
 """The time between two refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""If no callback reads the logs of batches, a process assumes for this time in seconds that none will."""
+"""If no callback reads the logs of batches, a process assumes that none reads them for this time in seconds."""
 
 
 class BatchLogs:
@@ -240,7 +240,7 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
             try:
                 super()._save_model()
             except Exception as error:
-                if not begun:  # so the other processes do not wait in `save_weights`
+                if not begun:  # the other processes still wait in `save_weights`: end their wait
                     raise_together(error)
                 raise
 
@@ -293,7 +293,7 @@ def _check_whole(callback: Any) -> None:
 
 @contextlib.contextmanager
 def _saving_together(model: Any) -> Iterator[list[str]]:
-    """In a block, make all processes take part in the model's `save` and `save_weights`.
+    """In this block, make all processes take part if the model's `save` or `save_weights` is called.
 
     Yields a list of the names of these methods, filled when they are called.
     """
@@ -304,7 +304,7 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
         if "://" not in os.fspath(filepath) or needs_all(model):
             save(model, filepath)
             return
-        with raising_together():  # Keras itself writes to remote paths: files there cannot be replaced atomically
+        with raising_together():  # let Keras write remote files, because these cannot be replaced atomically
             if is_chief():
                 getattr(model.__class__, name)(model, filepath)
 

@@ -21,7 +21,7 @@ from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 
-# Names of attributes of a model. Each says whether the model
+# Names of bool attributes of a model: whether the model
 _WAITS = "_keras_shardopt_waits"  # was compiled before its optimizers were set
 _IS_LEFT = "_keras_shardopt_left_unprepared"  # stays unprepared, as requested or after a warning
 _IS_OF_BLOCK = "_keras_shardopt_of_block"  # was made or compiled in a block that prepares models
@@ -63,7 +63,7 @@ class _OneReplicaBlock:
         """Do nothing: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Prepare a model if needed. On PyTorch, train others with `steps_per_execution=1`, as several ranks do."""
+        """Prepare a model if needed. On PyTorch, run others with `steps_per_execution=1`, as on several ranks."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):

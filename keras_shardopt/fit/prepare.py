@@ -44,9 +44,9 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
       exchange their numbers of rows. Only process 0 prints. With `CrossShard(replica_clipnorm=...)` or
       `replica_transform`, the forward and backward pass run in a `shard_map` over the replicas.
     - PyTorch: ranks exchange numbers of rows before each batch (for arrays, before several batches). A rank without a
-      batch takes part with zero rows. Metrics and moving statistics are combined over ranks at the end of an epoch, and
-      logs of a batch if a callback reads them. Only rank 0 prints. With `steps_per_execution`, steps still run one by
-      one. PyTorch's DDP, which Keras 3.16 uses, stays off.
+      batch takes part with zero rows. Metrics and moving statistics are combined over ranks at the end of an epoch.
+      Logs of a batch are combined if a callback reads them. Only rank 0 prints. With `steps_per_execution`, steps still
+      run one by one. PyTorch's DDP, which Keras 3.16 uses, stays off.
     - Several processes: if weights, state or seeds differ at the start of `fit`, all processes take those of process 0,
       and a warning names them. Callbacks make the same decision on every process, and process 0 writes their files.
       `predict` returns all rows on every process. `train_on_batch` and `test_on_batch` take each process's own rows;

@@ -22,7 +22,7 @@ from keras_shardopt.update.losses import additional_loss
 class PreparedModel(Prepared, keras.Model):
     """The class that `prepare` mixes into a model. Each backend has a subclass.
 
-    It writes complete files, makes `add_loss` values cover all replicas, and warns of epochs without batches.
+    The class writes complete files, makes `add_loss` values cover all replicas, and warns of epochs without batches.
     """
 
     def save(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class PreparedModel(Prepared, keras.Model):
 
 
 def logs_of_epoch(model: Any, logs: Any) -> Any:
-    """Return `logs`, or no logs if the epoch had no batch: Keras then has the logs of the epoch before."""
+    """Return `logs`; `{}` if the epoch had no batch, because Keras then passes the logs of the epoch before."""
     before = vars(model).get(_LAST_LOGS)
     if not (before and (logs is before or logs == {})):
         object.__setattr__(model, _LAST_LOGS, logs)
@@ -53,7 +53,7 @@ def logs_of_epoch(model: Any, logs: Any) -> Any:
 
 @contextlib.contextmanager
 def separate_logs(model: Any) -> Iterator[None]:
-    """In a block that runs a validation, forget the last logs of training. Then restore them."""
+    """In a block that runs a validation, forget the last logs of training. Restore these logs at its end."""
     before = vars(model).get(_LAST_LOGS)
     object.__setattr__(model, _LAST_LOGS, None)
     try:

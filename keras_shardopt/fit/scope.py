@@ -36,11 +36,11 @@ class data_parallel:
     | JAX | `keras.distribution.DataParallel` over the devices of all processes; it connects the processes if needed |
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, otherwise "gloo" |
 
-    It finds the processes of `python -m keras_shardopt.launch`, `torchrun`, `srun`, `mpirun`, `mpiexec` and `flux run`
-    in the environment.
+    The environment describes the processes of `python -m keras_shardopt.launch`, `torchrun`, `srun`, `mpirun`,
+    `mpiexec` and `flux run`, so the scope finds these.
 
     Without accelerators, the scope uses all logical CPU devices. With a single device or process, it sets up nothing.
-    It uses an existing TensorFlow strategy scope or process group as it is. On JAX, it replaces a `DataParallel`
+    It uses an existing TensorFlow strategy scope or process group unchanged. On JAX, it replaces a `DataParallel`
     until its end; any other distribution is an error.
 
     The scope prepares each model that is compiled or loaded inside with a `CrossShard`, so `fit` equals training on one

@@ -84,14 +84,14 @@ def is_together() -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class PaddedBatch:
-    """A batch padded with copies of its first row. JAX compiles a step for each number of valid rows (it is static)."""
+    """A batch padded with copies of its first row. JAX compiles one step per number of rows without padding."""
 
     def __init__(self, data: Any, num_rows: int) -> None:
         self._data = data
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """Return the valid rows. To divide them among devices, XLA pads them again, and masks the padding."""
+        """Return the rows without padding. XLA can divide them among devices: it pads them and masks its padding."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
@@ -223,7 +223,7 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
-    """Put data that every process has on the devices, with this layout of dimensions over devices."""
+    """Put data on the devices, with this layout of dimensions over devices. Every process must have all of the data."""
     sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
@@ -234,7 +234,7 @@ def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
 
 
 def _joined(data: Any, num_rows: int) -> Any:
-    """Return the rows of all processes, in the order of the processes. `num_rows` is 0 if this one has no batch."""
+    """Return the rows of all processes, in the order of the processes. `num_rows` is 0 if this process has no batch."""
     parts = gather_objects(jax.tree.map(np.asarray, data) if num_rows else None)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
 
@@ -256,8 +256,8 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
-        # Do not pad a batch from which Keras builds the model. Afterwards Keras calls `reset`, and this sets `_pads`.
-        # In `predict` (no `y`), Keras does both for an unbuilt model only.
+        # Do not pad a batch from which Keras builds the model. Afterwards Keras calls `reset`. That sets `_pads`.
+        # In `predict` (no `y`), Keras builds and calls `reset` for an unbuilt model only, so set `_pads` here.
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
@@ -269,7 +269,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some processes have the whole data. Warn if all have equal parts, unless `is_meant` is True."""
+        """Raise if only some processes have the whole data. Unless `is_meant`, warn if all pass the same part."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -290,7 +290,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Check the known batch sizes now, while the model has its weights. Later, Keras has moved them away."""
+        """Check the known batch sizes now. Later, Keras has moved the model's weights into the training state."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
@@ -332,7 +332,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         return map(data_adapter_utils.PartialBatchList, lists)
 
     def _place(self, data: Any, distribution: Any) -> Any:
-        """Put a batch that all processes have on the devices, divided by rows if possible."""
+        """Put a batch on the devices, divided by rows if possible. All processes must have the whole batch."""
         if self._pads or num_rows(data) % num_batch_shards(distribution) == 0:
             return _divided_on_devices(data, distribution)
         return _on_all_devices(data, distribution)
@@ -344,7 +344,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that all processes load whole. Compare each, and put the rows on the devices."""
+        """Yield batches that all processes load whole. Compare them between processes, and put rows on the devices."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():

@@ -68,8 +68,8 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
     """Return the optimizer state for the code inside a `shard_map`, with None for per-replica and sharded variables.
 
-    A sharded variable would be gathered on every device. The state is passed because `scale_loss` reads it, and
-    `scale_loss` needs neither kind. State of stages is always passed, because stages read it.
+    The code inside needs the state only for `scale_loss`, and this method reads no per-replica or sharded variables.
+    A sharded variable would be gathered on every device. Variables of stages are kept, because stages read them.
     """
     per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}

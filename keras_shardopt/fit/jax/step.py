@@ -76,7 +76,7 @@ class TrainStep:
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether the optimizer needs per-replica gradients (`stacks`: for accumulation), so not Keras's step."""
+        """Whether to replace Keras's step: an option, or accumulation (`stacks`), needs per-replica gradients."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
@@ -189,9 +189,9 @@ def _stacked(reducer: Any, step: Step) -> Any:
 
 
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
-    """Return the reduced gradients, `found_inf` and `notes` of the reduced `Step`, and the new per-replica state.
+    """Return the reduced gradients, `found_inf` and `notes` of the reduced `Step`, and new values for `carried`.
 
-    `carried` has the present per-replica state: values of stages that differ between replicas.
+    `carried` has this replica's values from the last reduction, such as coding errors (`Transport.carried`).
     """
     # Take the scale of the outermost optimizer, because a wrapper around the `CrossShard` can scale the loss too.
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]

@@ -98,7 +98,7 @@ class PreparedOnJax(PreparedModel):
             return _call(self, super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict all rows on each process if all pass the same data. Otherwise run Keras's method; it can raise."""
+        """Predict all rows on each process if all pass the same data. Otherwise run Keras's method, which may raise."""
         x = kwargs.get("x", args[0] if args else None)
         sharing = sharing_of(self)
         is_together = sharing.gather and sharing.auto_shard and not is_split(x)
@@ -144,7 +144,7 @@ class PreparedOnJax(PreparedModel):
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights on one process or on all.
 
-        Keras creates an optimizer meanwhile. Under a distribution, JAX would wait for all processes to create it too.
+        Keras creates an optimizer in this call. Under a distribution, JAX would wait until all processes create one.
         """
         real = super().load_weights
         _let_assign_alone(self)

@@ -2,7 +2,7 @@
 
 TensorFlow numbers collectives when it traces a function, so all workers must trace the same functions in the same
 order. With plain tensors, a new number of rows on some workers would cause a trace on these workers only. The scalar is
-an Optional that contains the tensors. The step reads them from it, with unknown sizes in dimensions that can differ.
+a `tf.experimental.Optional` that contains the tensors. For the step, dimensions that can differ have unknown sizes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TrainStep:
     """Runs Keras's step on a replica's rows. Extensions override some methods."""
 
     divides_batches = False
-    """Whether the step divides batches by its method `distribute`, also on one replica, and Keras does not."""
+    """Whether the step, not Keras, divides batches (with its method `distribute`), also on one replica."""
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
@@ -149,6 +149,6 @@ def calling(step: TrainStep) -> Iterator[None]:
 
 
 def step_of_call(model: Any) -> TrainStep:
-    """Return the step of the running call. For another model, which a callback can run meanwhile, return Keras's."""
+    """Return the step of the running call. If a callback runs another model, return a plain `TrainStep`."""
     step = _of_call.get()
     return step if step is not None and step.model is model else TrainStep(model, [])

@@ -108,9 +108,8 @@ class PreparedOnTensorFlow(PreparedModel):
         super().reset_metrics()
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        # To get shapes, Keras averages the replicas' parts of the first batch, and this fails for uneven parts. Keras
-        # also takes a batch, and training would then miss it, or get another order. So take shapes from the dataset's
-        # spec.
+        # To get shapes, Keras takes the first batch and averages the replicas' parts. This fails for uneven parts, and
+        # training would miss that batch or get batches in another order. So take shapes from the dataset's spec.
         strategy = self.distribute_strategy
         with strategy.scope():
             move_into_strategy(
@@ -156,8 +155,8 @@ class PreparedOnTensorFlow(PreparedModel):
                 raise StopIteration
             return function(itertools.chain(batches, itertools.islice(iterator, self.steps_per_execution - 1)))
 
-        # With several workers, steps aggregate the logs. `shows_all` would read metrics on some workers only, as their
-        # callbacks need, but all workers must read metrics together.
+        # With several workers, each step aggregates the logs, so leave out `shows_all`. It would read metrics only on
+        # workers with a callback that needs them, but all workers must read metrics together.
         return several_steps if is_of_workers else functools.partial(shows_all, several_steps)
 
 
@@ -200,7 +199,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
 
 class _Dividing:
-    """Replaces the strategy of Keras's iterator. Keras calls only this method of it, to divide a dataset."""
+    """Replaces the strategy of Keras's iterator. Keras calls only one of its methods, to divide a dataset."""
 
     def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
         self._iterator, self._strategy = iterator, strategy

@@ -2,7 +2,7 @@
 
 Keras splits the logs of replicas with methods that this strategy lacks, and lets the strategy divide the data. Here,
 each worker iterates over batches in Python, as processes do on other backends. If all workers load the same batches,
-each uses its rows of every batch; otherwise it uses batches of its data. Workers exchange a message before every
+each uses its rows of every batch; otherwise each uses batches of its data. Workers exchange a message before every
 batch, so all raise an error if one worker runs a different method or has different data.
 
 Private names of Keras touched here (a test checks that each exists):
@@ -173,7 +173,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some workers have the whole data. Warn if all have equal parts, unless `is_meant` is True."""
+        """Raise if only some workers have the whole data. Unless `is_meant`, warn if all pass the same part."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -255,7 +255,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
-    """Yield packed batches for a step. Pack those of `train_on_batch`: they have this worker's own rows."""
+    """Yield packed batches for a step. Pack unpacked batches, from `train_on_batch`: each has this worker's rows."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
         if not is_divided:
@@ -316,7 +316,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
         values: list[tuple[Any, Any]] = []
         for op in ("sum", "mean"):
             separate = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
-            # On a worker with one device, a value that was read has no device. `identity` gives it one to reduce it.
+            # On a worker with one device, a value that was read has no device. `identity` places it on one.
             values_here = [tf.identity(tf.convert_to_tensor(v.value)) for v in separate]
             values += zip(separate, replicas.all_reduce(values_here, op))
         with keras.StatelessScope(values):
@@ -326,7 +326,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
 
 
 def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
-    """Return what a replica returns from a step of `predict`: the outputs of all workers, or of this worker."""
+    """Return a replica's result of a step of `predict`: the outputs of all workers, or of this worker."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()

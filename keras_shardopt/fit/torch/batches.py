@@ -36,10 +36,10 @@ KerasEpochIterator = torch_trainer.TorchEpochIterator
 
 
 class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Yields this rank's batches. A rank that has no batch left repeats its last one, and its rows do not count."""
+    """Yields this rank's batches. A rank that has no batch left repeats its last batch, without counting the rows."""
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Keras does not pass the model, and it may not be the one of the running `fit`: a callback can run another.
+        # Keras does not pass the model. A callback can run another model than the running `fit`, so find the caller.
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
@@ -52,7 +52,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
         if comparing is not None and self._first is None:
-            comparing.compare(self._is_whole)  # compare before random draws, because only some ranks may draw
+            comparing.compare(self._is_whole)  # compare before random draws, because perhaps only some ranks draw
         with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
             super().__init__(x, y, sample_weight, *args, **kwargs)
         if comparing is not None and self._first is not None:
@@ -125,7 +125,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return isinstance(self.data_adapter, ArrayDataAdapter) and not self.steps_per_epoch
 
     def _num_equal(self) -> int:
-        """Return how many of the next batches certainly have the same number of rows as this one."""
+        """Return how many of the next batches certainly have the same number of rows as the present batch."""
         if not self._is_sized:
             return 0
         return int(self.data_adapter.num_batches - self.data_adapter.has_partial_batch - self._step - 1)

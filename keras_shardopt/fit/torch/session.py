@@ -56,7 +56,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The reasons for which ranks exchange a message. In an error, "rank 0 " stands before the value."""
+    """The actions before which ranks exchange a message. In an error, each value follows "rank 0 "."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -144,7 +144,7 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Before all ranks read the weights, average them if needed (local SGD). With `together=None`, do nothing."""
+        """Average weights that differ (local SGD), before all ranks read them. Do nothing if `together` is None."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
@@ -157,7 +157,7 @@ class Session:
 
     @torch.compiler.disable
     def start_equal(self) -> None:
-        """Make the model's values equal on all ranks: rank 0's values if they differ. Raise if models differ."""
+        """Make the model's values equal on all ranks. If some differ, all take rank 0's. Raise if models differ."""
         assert self.ranks is not None
         reducers = self.reducers
         for reducer in reducers:
@@ -171,7 +171,7 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self.step.stopped_alike():  # an error has ended an earlier `fit` before the average: do it now
+        if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged these: average now
             self.look(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
@@ -186,7 +186,7 @@ class Session:
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
             # This prevents the comparison that a `CrossShard` makes in its first update, after the first forward pass.
-            # It would replace each rank's moving statistics by rank 0's.
+            # That comparison would replace each rank's moving statistics by rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
 
@@ -229,7 +229,7 @@ class Session:
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
-        """Raise ValueError if ranks should have the same data but do not. Warn if they should not but do.
+        """Raise ValueError if ranks need the same data but have different data. Warn if separate data is the same.
 
         Args:
             is_whole: whether this rank has the data of all ranks, not a separate part.
@@ -287,7 +287,7 @@ class Session:
         return self._last_batch[phase]
 
     def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
-        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step can begin before."""
+        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step can begin without them."""
         self._phase, self._is_part = phase, is_part
         if self._unreported.is_promised():
             return
@@ -350,14 +350,14 @@ class Session:
         return lambda: sum(self.rows())
 
     def begin_call(self) -> None:
-        """Forget values that can differ in the next `fit`, `evaluate` or `predict`."""
+        """Forget the optimizer and the stateful layers. The next `fit`, `evaluate` or `predict` can have others."""
         self._optimizer_of_step = None
         if self._step_of_call is not None:
             self._step_of_call.begin_call()
 
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
-        """Run a nested call, which a callback can start between a batch and its step, with separate batch state."""
+        """Run a call with separate batch state: a callback can start it between a batch and its step."""
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
@@ -373,7 +373,7 @@ class Session:
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
-        """End the step of a batch. If some rank reads the logs, return those of all ranks, otherwise the last ones."""
+        """End the step of a batch. If some rank reads logs, return those of all ranks, otherwise the last such logs."""
         add_promised_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:

@@ -34,7 +34,7 @@ class TrainStep:
         self._stateful: list[Any] | None = None
 
     def begin_call(self) -> None:
-        """Forget values of the last call. Runs when `fit`, `evaluate` or `predict` begins or ends."""
+        """Forget the stateful layers, which can change. Runs when `fit`, `evaluate` or `predict` begins or ends."""
         self._stateful = None
 
     def begin_fit(self) -> None:
@@ -132,7 +132,7 @@ def _with_values(variables: list[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
     for variable, value in values:
-        # `data`, because the backward pass may still follow. It does not use these values.
+        # Assign to `data`, without autograd, because the backward pass may follow. It does not use these values.
         variable.value.data.copy_(value)
 
 

@@ -119,7 +119,7 @@ class PreparedOnTorch(PreparedModel):
         return session.rows_of_all(outputs, session.rows())
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss after `confirm`: ranks exchange tensors from here on, so all must be in the same step."""
+        """Compute the loss after `confirm`, because ranks now exchange tensors, so all must run the same step."""
         session = session_of(self)
         session.confirm()
         loss = super().compute_loss(*args, **kwargs)
