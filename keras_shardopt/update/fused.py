@@ -57,7 +57,7 @@ class FusedUpdate(Stage):
 
 
 def _leaves(optimizer: Optimizer, exactly: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
+    """Yield each innermost optimizer, and whether `exactly` is set or a wrapper around it has `fused=False`."""
     exactly = exactly or (isinstance(optimizer, HasOptions) and optimizer._options.speed.fused is False)
     inside = children(optimizer)
     if not inside:

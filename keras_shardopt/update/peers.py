@@ -44,7 +44,7 @@ class Peers:
         outers = [outer for extension in self._optimizer.extension_stages for outer in extension.optimizers]
         placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
         if processes.process()[0] > 1:
-            # Describe the optimizer now: callbacks change its learning rate later, and a traced step cannot read that.
+            # Describe the optimizer now: callbacks change its learning rate later, and a traced step cannot read it.
             self._described = described(self._optimizer, variables)
             if processes.creates_variables_collectively():
                 self._compare(variables)

@@ -1,4 +1,4 @@
-"""The registry of extensions. An extension registers its code for an argument or a training step when imported."""
+"""The registry of extensions. When imported, an extension registers its code for an argument or a training step."""
 
 from __future__ import annotations
 
