@@ -34,7 +34,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_
 
 
 class Computed(NamedTuple):
-    """The results of the first half of a step: the forward and backward pass, and the mean of gradients over replicas."""
+    """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
 
     grads: Any
     """The results of `_reduced`, or the gradients of all replicas stacked for accumulation, if `stacks` is True."""

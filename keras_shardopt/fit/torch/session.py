@@ -96,7 +96,7 @@ class Session:
         """Whether the running `fit` splits off validation data from data already divided among ranks."""
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
-        """Waits for the messages of all ranks about the next batch, and returns them; None if no message is on its way."""
+        """Waits for all ranks' messages about the next batch, and returns them; None if no message is on its way."""
         self._is_part = False
         """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
         self._step = 0
