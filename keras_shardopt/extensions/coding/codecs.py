@@ -1,8 +1,8 @@
 """Gradient codecs, and the reductions that use them.
 
-A reduction of coded gradients has two legs (phases). First, an all-to-all sends each replica a coded slice of all
-gradients, and the replica sums it in float32. Second, an all-gather sends the coded sums to all replicas. The bytes per
-replica therefore do not grow with the number of replicas, and all replicas decode the same bytes. The rounding errors
+A reduction of encoded gradients has two phases (legs). First, an all-to-all gives each replica one slice of the encoded
+gradients of all replicas, which it sums in float32. Second, an all-gather sends the encoded sums to all replicas. The
+bytes per replica thus do not depend on the number of replicas, and all replicas decode equal bytes. The rounding errors
 of both legs are added to the next gradients: *error feedback* (Seide et al. 2014; Karimireddy et al. 2019).
 """
 
@@ -42,14 +42,11 @@ class Reduced(NamedTuple):
     """This replica's coding errors. Their sum over replicas is the exact sum minus `sums`."""
 
     factors: list[Tensor]
-    """The matrices that the next reduction starts from (`PowerSGD`), equal on all replicas. Other codecs have none."""
+    """The matrices $Q$ of `PowerSGD` that the next reduction starts from, equal on all replicas. Empty otherwise."""
 
 
 Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
-"""A generator that runs a reduction: it yields each collective as (kind, tensors) and receives its result.
-
-Each all-reduce is a sum.
-"""
+"""Runs a reduction: yields each collective as (kind, tensors), and receives its result. Each all-reduce is a sum."""
 
 
 class Compression(Configured):
@@ -87,7 +84,7 @@ class Compression(Configured):
             num_replicas: the number of replicas.
             replica_id: the id of this replica.
             update: the number of updates so far: an int or an integer tensor.
-            factors: for each tensor, its part of `Reduced.factors` of the last reduction; at first, from `start`.
+            factors: for each tensor, its matrix in `Reduced.factors` of the last reduction. At first, that of `start`.
         """
         raise NotImplementedError
 
@@ -99,7 +96,7 @@ class Compression(Configured):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Encode and sum: run the collectives that `legs` yields on `comm`, one after another."""
+        """Encode tensors and sum them over replicas: run each collective that `legs` yields, on `comm`."""
         legs = self.legs(tensors, along, comm.num_replicas, comm.replica_id, update, factors)
         found: Any = None
         while True:
@@ -123,11 +120,11 @@ class CodedInTwoLegs(Compression):
     block: int = 1
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Encode a float32 vector of whole blocks as tensors. The ints of `key` seed stochastic rounding."""
+        """Encode a float32 vector of a multiple of `block` elements. The ints of `key` seed stochastic rounding."""
         raise NotImplementedError
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """Return the float32 vector that was encoded. Concatenated codes give the concatenated vectors."""
+        """Return the float32 vector that was encoded. Concatenated results of `encode` give concatenated vectors."""
         raise NotImplementedError
 
     def legs(
@@ -148,7 +145,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # In the second leg, each replica encodes the sum of one slice. It adds the error to those of the first leg.
+        # Encoding the sum of a slice makes a second error. Its replica adds it to its first errors in this slice.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []
@@ -209,7 +206,7 @@ class BFloat16(_Half):
 
 
 class _Quantized(CodedInTwoLegs):
-    """Base class: integers from `-largest` to `largest`, and one scale per block."""
+    """Base class of codecs that send integers from `-largest` to `largest`, and one scale per block."""
 
     largest: int
 
@@ -230,7 +227,7 @@ class _Quantized(CodedInTwoLegs):
         sizes = ops.abs(rows)
         # Adding `0.0 * total` makes the scale NaN for NaN or infinity, because `ops.max` ignores NaN on some backends.
         total = ops.sum(sizes, axis=1)
-        # The factor 1 + 2**-8 prevents a scale rounded down from being too small for the largest element.
+        # Rounding to bfloat16 could make a scale too small for the largest element. The factor 1 + 2**-8 prevents this.
         scales = ops.max(sizes, axis=1) * ((1 + 2.0**-8) / self.largest)
         scales = ops.cast(scales + 0.0 * total, "bfloat16")
         wide = ops.cast(scales, "float32")[:, None]
@@ -297,8 +294,8 @@ class Int4(_Quantized):
     """Sends half a byte per element: an integer from -7 to 7 times the scale of its block.
 
     Args:
-        block: int, a multiple of 8. Number of elements per scale. 64 by default: 0.531 bytes per element. With 256 it
-            is 0.508, but the loss of a language model increased five times as much.
+        block: int, a multiple of 8. Number of elements per scale. 64 by default: 0.531 bytes per element. 256
+            needs 0.508 bytes, but increased the loss of a language model five times as much.
         rounding: "nearest" (default), or "stochastic": up or down at random, with the exact value as mean.
         seed: int >= 0, 0 by default. Seed of stochastic rounding, with the same random numbers on every backend.
         error_feedback: bool, True by default: each replica adds its rounding errors to its next gradients.
@@ -347,8 +344,8 @@ class PowerSGD(Compression):
 
     Let $M$ be the sum of a gradient over replicas, as an $n \times m$ matrix (all dimensions but the last flattened).
     Replicas sum $P = M Q$, with $Q$ of the previous update, and orthonormalize its columns to $\hat P$. Then they sum
-    $Q' = M^\top \hat P$, and $\hat P Q'^\top$ replaces $M$. Tensors that this would not shrink are sent unchanged. Use
-    it with SGD and momentum: with Adam, a language model's loss was 17 % higher, so `CrossShard` warns.
+    $Q' = M^\top \hat P$, and $\hat P Q'^\top$ replaces $M$. Tensors that this would not shrink are sent unchanged.
+    Use this codec with SGD and momentum. `CrossShard` warns of Adam: it made a language model's loss 17 % higher.
 
     Args:
         rank: int >= 1, 4 by default. Number of columns of $P$ and $Q$.
@@ -425,7 +422,7 @@ class PowerSGD(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Encode and sum. If a traced tensor has the number of updates, both cases (warm-up or not) are compiled."""
+        """Encode and sum tensors. If `update` is a traced tensor, compile both cases: in the warm-up, and after it."""
 
         def reduce(update: Any) -> Reduced:
             return super(PowerSGD, self).reduce(tensors, along, comm, update, factors)

@@ -26,9 +26,9 @@ class CodedBucket:
     Args:
         ranks: a `TorchProcessGroup`.
         number: int. The index of this bucket in `under_way`.
-        places: the positions of the variables of its gradients.
+        places: for each gradient of this bucket, the position of its trainable variable.
         op: "sum" or "mean".
-        flags: a tensor that is summed without encoding. The reduction replaces it by the sum.
+        flags: numbers that are summed over ranks without encoding. The reduction replaces them by the sums.
         under_way: for each bucket, the handle of its running collective (a `torch.distributed.Work`).
     """
 
@@ -56,7 +56,7 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # has no `Work`, which would keep connections open
+        self._receive: Callable[[], list[Tensor]] | None = None  # does not hold a `Work`, so connections can close
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""
@@ -123,7 +123,7 @@ class CodedBucket:
             raise
 
     def local_nonfinite(self) -> list[int]:
-        """Return no positions, because this bucket does not overwrite the gradients, so the caller can check these."""
+        """Return an empty list: the caller can check the gradients, because this bucket does not overwrite them."""
         return []
 
     def is_finite(self) -> Tensor:
@@ -136,7 +136,7 @@ def coded(
 ) -> list[CodedBucket]:
     """Return buckets for the gradients of these variables. The last one also sends `num_flags` uncoded numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # Buckets are sent in this order, so the bucket that fills last comes last.
+    # Buckets are sent in this order. The backward pass fills the bucket of the first variable last, so it is sent last.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     made = []
     for number, places in enumerate(groups):

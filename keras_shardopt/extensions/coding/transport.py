@@ -24,12 +24,12 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""The prefix, before a variable's position, of the names under which `Step.notes` has `Reduced.factors`."""
+"""`Step.notes` has the `Reduced.factors` of a variable under this prefix and the variable's position."""
 
-# The backends on which a collective cannot run inside a branch of `cond`.
+# None except on TensorFlow: there, a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
-# The backends that can send gradients during the backward pass.
+# None except on PyTorch: there, encoded gradients can be sent during the backward pass.
 _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 
@@ -41,7 +41,7 @@ def transport_of(codec: Compression, context: StageContext) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Stores residuals (coding errors, added to the next gradients) and the factors that `PowerSGD` starts from."""
+    """Stores residuals (coding errors to add to the next gradients) and factors (matrices of `PowerSGD`)."""
 
     divides_along_axes = False
     early_in_slices = False
@@ -50,7 +50,7 @@ class CodedTransport(Transport):
     def __init__(self, codec: Compression, context: StageContext) -> None:
         self.codec = codec
         self.residuals: list[Variable] = []
-        """This replica's coding errors, one variable per trainable variable. They do not contain the loss scale."""
+        """This replica's coding errors, one variable per trainable variable, divided by the loss scale."""
         self.factors: dict[int, Variable] = {}
         """The matrices that the next reduction starts from, by the position of the trainable variable."""
         self._context = context
@@ -94,7 +94,7 @@ class CodedTransport(Transport):
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
     def keep(self, step: Step) -> Step:
-        """Move the new residuals and factors of a reduction from `step` to the variables."""
+        """Assign the new residuals (`step.own`) and factors (in `step.notes`), and remove them from `step`."""
         for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
@@ -104,12 +104,12 @@ class CodedTransport(Transport):
         return step.replace(own=None, notes=others)
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Coded:
-        """Begin one reduction of coded gradients among these replicas."""
+        """Return an object that runs one reduction of encoded gradients over the replicas of `comm`."""
         self._check()
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of tensors that are not gradients, such as weights. Sends them encoded.
+        """Return the means over replicas of `tensors`, such as the weight changes of `LocalSGD`. Send them encoded.
 
         Raises:
             ValueError: if the backend does not support the codec.
@@ -138,7 +138,7 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """One reduction of coded gradients. `kept` stores the residuals and factors between reductions."""
+    """One reduction of encoded gradients. `kept` stores residuals (coding errors) and factors between reductions."""
 
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)
@@ -146,7 +146,7 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # Missing gradients keep their residuals, because perhaps no replica has a gradient of this variable.
+        # Variables without a gradient here. Their residuals are not sent, because perhaps no replica has a gradient.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
         # Gradients contain this factor (the loss scale). Residuals are stored without it.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
@@ -165,7 +165,7 @@ class Coded(Transfer):
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the sums or means over replicas of gradients, which are sent encoded, and of `along`, which is not."""
+        """Return the sums or means over replicas of gradients and of `along`. Only the gradients are sent encoded."""
         if not places:
             return super().all_reduce(places, tensors, along, op)
         mine, factors = self._inputs(places, tensors)
@@ -177,7 +177,7 @@ class Coded(Transfer):
     def legs_of(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
     ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
-        """Reduce like `all_reduce`, but yield the collectives. The tensors of `along` are summed, also for "mean".
+        """Reduce like `all_reduce`, but yield each collective to the caller. `op="mean"` does not apply to `along`.
 
         Args:
             places: the positions of the variables.

@@ -1,4 +1,4 @@
-"""`VirtualReplicas`: a fixed number of parts per batch, so any number of replicas gives identical results."""
+"""`VirtualReplicas`: divides batches into a fixed number of parts, so any number of replicas has equal results."""
 
 from keras_shardopt.extensions.equal_bits.num_parts import has_virtual_replicas
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas

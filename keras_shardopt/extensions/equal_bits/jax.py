@@ -1,11 +1,11 @@
-"""The JAX step of `VirtualReplicas`. A batch has a fixed number of parts; a replica computes its parts in a loop.
+"""The JAX step of `VirtualReplicas`: each batch is divided into a fixed number of parts; a replica loops over its own.
 
 XLA fuses an operation with the operations around it, so the same operation rounds differently in different programs. A
 loop body is compiled separately, and here its shapes do not depend on the number of replicas, so its rounding does not
 either. Changes of moving statistics are summed in the same binary tree as gradients.
 
-XLA also removes duplicate computations (its CSE pass), for several devices later than for one device. Simplifications
-in between depend on how often a value is used: a softmax and its gradient divide by their sum, or multiply by 1/sum.
+XLA also removes duplicate computations (its CSE pass), for several devices later than for one device. Passes in between
+simplify a value depending on how often it is used: for example, a softmax divides by a sum, or multiplies by 1/sum.
 Therefore these steps are compiled without CSE (`compiled_identically`).
 
 Private names of Keras touched here (a test checks that each exists):
@@ -73,7 +73,7 @@ def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
 
 
 def _passes_left_out() -> str:
-    """Return the XLA passes to disable: CSE and those in `XLA_FLAGS`, because this option replaces the flag."""
+    """Return the XLA passes to disable: CSE, and those that `XLA_FLAGS` disables, because the option replaces these."""
     flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
     return ",".join([*flags[-1:], "cse"])
 
@@ -82,7 +82,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        A tuple for the whole batch (gradients; `found_inf`, whether one is not finite; `Step.notes`); the loss; the
+        A tuple for the whole batch (gradients; `found_inf`: whether one is not finite; `Step.notes`); the loss; the
         predictions of all rows; the new values of non-trainable variables; and those of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
@@ -95,7 +95,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(parts.axis)
-        # The count is traced, because XLA would unroll a short loop of constant length and fuse its iterations.
+        # Make the number a traced value: XLA would unroll a short loop of constant length and fuse its iterations.
         num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, parts.each, 0)
         arguments = {"training": True, "optimizer_variables": optimizer_state}
         counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
@@ -126,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """In the block, give the optimizer's variables these values, and forbid assignments. Yield the loss scale."""
+    """Set the optimizer's variables to `state` in the block, and forbid assignments. Yield the loss scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -137,7 +137,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
     """Run the forward passes of each replica on its parts of a batch.
 
     Returns:
-        The last four results of `in_parts`, the loss first. The predictions are a pair with their masks.
+        The last four results of `in_parts`, the loss first. Instead of predictions, the pair (predictions, masks).
     """
     parts = _Parts(model, distribution, data, num_parts)
     weights, others, metrics = state
@@ -169,11 +169,11 @@ class _Parts:
     """Divides a batch into parts, and combines the values that the parts compute for variables of metrics and layers.
 
     A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
-    A moving statistic adds its mean change in the parts with rows. Others get their value after the last part.
+    A moving statistic adds its mean change in the parts with rows. Other variables keep their value of the last part.
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # for any device. `Auto`, because JAX 0.12 defaults to explicit
+        if distribution is None:  # any one device. `Auto`, because JAX 0.12 defaults to `Explicit`
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
@@ -186,7 +186,7 @@ class _Parts:
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
+        # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -207,7 +207,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return the values of a part to sum over parts, and the final values of all variables (None: unchanged)."""
+        """Return a part's values to sum over all parts, and all variables' values after the part (None: unchanged)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -329,14 +329,14 @@ def _not_fused(values: Any, num_rounds: Tensor) -> Any:
     """Pass values through a loop of one iteration, with a traced count, so XLA cannot fuse them with later code.
 
     The code that reduces the values depends on the number of devices. If XLA fused a norm into this code, the norm's
-    rounding would depend on it too.
+    rounding would depend on that number too.
     """
     empty = jax.tree.map(jax.numpy.zeros_like, values)
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
 
 
 class PartsStep(TrainStep):
-    """A step of training or evaluation in which each replica computes its parts of the batch."""
+    """A step of training or evaluation in which each replica computes its parts of the batch one after another."""
 
     stacks_windows = False
     is_reduced = True
@@ -354,7 +354,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run forward and backward pass in parts. Return all rows on every device, so metrics sum them in one order."""
+        """Run both passes part by part. Return all rows on every device, so metrics sum them in the same order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data
@@ -362,7 +362,7 @@ class PartsStep(TrainStep):
         return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
-        """Run a step of `evaluate` in parts, as in training, so its logs do not depend on the number of devices."""
+        """Run a step of `evaluate` part by part, so its logs do not depend on the number of devices."""
         model, distribution = self.model, keras.distribution.distribution()
         if model.__class__.test_step is not keras.Model.test_step:
             return real(state, data)

@@ -28,7 +28,7 @@ class VirtualReplicas(Extension):
     See [reproducibility](../randomness.md).
 
     Args:
-        number: int, a power of two. Number of parts per batch. The gradients of parts are summed in a fixed order.
+        number: int, a power of two. Number of parts of each batch. Their gradients are summed in a fixed order.
 
     Raises:
         TypeError: if `number` is not an int.
@@ -80,7 +80,7 @@ class VirtualReplicas(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage that sums the gradients of parts. Raise ValueError if a norm's rounding could differ."""
+        """Return the stage that sums gradients. Raise ValueError if the number of replicas can change a norm."""
         if options.shard_state and placement.state_sharding != "layout":
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):

@@ -11,7 +11,7 @@ infinity, keeps the range of the dtype, and does not have to find a common expon
 of parts and of replicas must be powers of two.
 
 A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. The other
-code of an optimizer handles parts like micro-batches: only the last one updates, with the reduced gradients of all.
+code of an optimizer handles parts like micro-batches: only the last part updates, with the gradients of all parts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
 
 _SMALL = 2**14
-"""Up to this number of elements, each replica gathers and adds the sums of all: one collective, not two."""
+"""Up to this number of elements, each replica gathers and adds the sums of all replicas: one collective, not two."""
 
 
-# On TensorFlow, replicas are devices of one process, so tensors need not be joined to a flat one to be summed.
+# None except on TensorFlow: there, replicas are devices of one process, so `Tree` sums tensors without joining them.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -59,7 +59,7 @@ class VirtualReplica(_NoExchange, PartOfBatch):
 
 
 class CountingReplica(_NoExchange, CountingPart):
-    """A part in a first forward pass, which only computes sums (such as that of a mask) by which losses divide."""
+    """A part in a first forward pass that only computes the divisors of losses, such as the sum of a mask."""
 
 
 def current_part() -> PartOfBatch | None:
@@ -91,7 +91,7 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
 
 
 class Subtrees:
-    """Sums a replica's parts in a binary tree. It holds one partial sum per 1 bit of the number of parts so far."""
+    """Sums the tensors of a replica's parts in a binary tree. Stores only the sums of the largest complete subtrees."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
@@ -105,7 +105,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over the added parts (a power of two), and start again without any."""
+        """Return the sum over all added parts, and discard it. The number of parts must be a power of two."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -241,7 +241,7 @@ class SumOfParts(ExtensionStage):
                 f"Received: several updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
         self._next += 1
-        # With one replica, `comm` would declare the gradients of a part as already reduced. Those of `part` are local.
+        # With one replica, `comm` would declare a part's gradients as already reduced. `part` declares them as local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
@@ -263,7 +263,7 @@ class SumOfParts(ExtensionStage):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return a part's gradients (0 if it has no row), and the position of a nonfinite one (`found_inf`) or None."""
+        """Return a part's gradients (0 if it has no rows), and `found_inf`: a non-finite one's position, or None."""
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
@@ -274,12 +274,12 @@ class SumOfParts(ExtensionStage):
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of `step`, or zeros if the part has no row, and its `found_inf` (nonfinite gradient)."""
+        """Return the gradients of `step` (0 if the part has no rows), and its `found_inf`, as `of_part` does."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """Sum gradients over replicas. Those of `step` are sums over the parts of this replica."""
+        """Sum the gradients of `step` over replicas. They are already sums over this replica's parts."""
         if self._reducer is None:
             self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)

@@ -1,7 +1,7 @@
-"""The PyTorch step of `VirtualReplicas`. A batch has a fixed number of parts; a rank computes its parts in turn.
+"""The PyTorch step of `VirtualReplicas`: batches have a fixed number of parts; a rank computes its own in turn.
 
-Each part is a Keras step that starts from the state before the batch. Changes of state are summed in the same binary
-tree as gradients. A metric adds the sum over all parts. A moving statistic adds its mean change in the parts with rows.
+Each part runs a Keras step on the variables' values before the batch. Their changes are summed in the same binary tree
+as gradients. A metric adds the sum over all parts. A moving statistic adds its mean change in the parts with rows.
 Seed generators advance once per batch. If losses divide by a count over all parts (of a mask, for example), a counting
 pass first runs each part forward. If each rank has only one part, ranks exchange their counts in the loss instead.
 """
@@ -135,7 +135,7 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
 
 
 class PartsStep(TrainStep):
-    """A step of training or evaluation in which each rank computes its parts of the batch."""
+    """A step of training or evaluation in which each rank computes its parts of the batch one after another."""
 
     logs_are_global = True
     runs_alone = True
@@ -173,7 +173,7 @@ class PartsStep(TrainStep):
 
     @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Run the step on each part of this rank. In a call without the other ranks, run it once, as Keras does."""
+        """Run the step on each part of this rank. If other ranks do not make this call, run it once, as Keras does."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)
@@ -264,7 +264,7 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add the metrics and changes of a part. Without rows (not `counts`), add only metrics of mean losses."""
+        """Add a part's metrics and changes to the sums. Without rows (not `counts`), only metrics of mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]

@@ -10,7 +10,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
 class KeptState:
-    """What the PyTorch step of `VirtualReplicas` has found out about one model. It stays valid between batches."""
+    """Facts about one model that the PyTorch step of `VirtualReplicas` keeps from batch to batch."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -25,7 +25,7 @@ class KeptState:
         self._num_trained = 0
 
     def begin_call(self) -> None:
-        """Clear the values that can differ in the next call of `fit`."""
+        """Make `state` search again, because the variables can differ in the next call of `fit`."""
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:

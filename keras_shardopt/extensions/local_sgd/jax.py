@@ -1,6 +1,6 @@
-"""Local SGD steps on JAX: each replica updates its row of the state, in a `shard_map`.
+"""Local SGD steps on JAX: in a `shard_map`, each replica updates its own weights and optimizer state.
 
-Optimizer variables with a leading dimension "replica" (`Rows`) hold the weights and state of all replicas.
+The optimizer stores these in additional variables (`Rows`): one row, an index of the first dimension, per replica.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
@@ -46,10 +46,10 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 class _StacksRows(keras.Model):
-    """Mixin of models: creates the variables with a row per replica before the first training step."""
+    """Mixin of models: creates the variables with a row per replica (`Rows`) before the first training step."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Create the variables that have a row per replica, then the training function."""
+        """Create the variables of `Rows` if the optimizer needs them, then the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # empty if `compile` has set an optimizer without local SGD
             if self.optimizer.built and has_replicas and not local.stacked:
@@ -59,10 +59,10 @@ class _StacksRows(keras.Model):
 
 
 class _LocalStep:
-    """A step in which each replica updates its row of weights and state, with its rows of the batch.
+    """A step in which each replica updates its own weights and optimizer state, with its share of the batch.
 
-    Inside the `shard_map`, each variable has the value in this replica's row. Outside, the model's variables do not
-    change in a step; `LocalUpdates.before_reading` assigns the mean of the rows to them.
+    Inside the `shard_map`, each variable has this replica's value. Outside, the model has the weights of the last sync
+    step until `LocalUpdates.before_reading` assigns the mean over replicas.
     """
 
     def __init__(self, model: Any, all_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Mixins of models with local SGD: methods that read weights get the mean over replicas; training does not."""
+"""Mixins of models with local SGD: methods that read weights get the mean over replicas; training steps do not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
 
 @contextlib.contextmanager
 def _showing(model: Any) -> Iterator[None]:
-    """Assign the mean over replicas to the weights before a method that reads them."""
+    """Assign the mean over replicas to the weights before the block, which runs a method that reads them."""
     before_reading(reducers_in(model))
     object.__setattr__(model, _WAS_READ, True)
     yield

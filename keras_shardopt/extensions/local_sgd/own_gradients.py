@@ -18,7 +18,7 @@ from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
-    """Returns each replica's own gradients instead of their mean; in the warm-up of local SGD, returns their mean.
+    """Returns each replica's own gradients, not the mean over replicas. In the warm-up of local SGD, returns the mean.
 
     Gradients are weighted by the rows of the replica. Each replica checks only its own gradients for NaN.
     """

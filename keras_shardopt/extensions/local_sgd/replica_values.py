@@ -1,7 +1,7 @@
 """Gives mean weights to code that reads the model between local updates, and restores each replica's weights after it.
 
-`Copies` is for replicas that have their own copy of each variable. `Rows` is for replicas that share one copy of the
-variables: it adds variables with a row per replica.
+`Copies` is for replicas that have their own copy of each variable. `Rows` is for replicas that share one copy (JAX): it
+adds variables with a row per replica, an index of their first dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Copies:
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
-        """Assign the mean over replicas to the variables that can differ, and keep the values of each replica."""
+        """Save each replica's values of the variables that can differ, and assign the mean over replicas to these."""
         if self.is_shown:
             return
         positions = self._stage.unsynced()
@@ -74,7 +74,7 @@ class Copies:
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            # Replicas do not restart if only statistics or counters were set.
+            # Replicas restart only if a weight was set, not if only statistics or counters were.
             statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
             is_restart = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
@@ -139,9 +139,9 @@ def _counters(stage: Any) -> list[Variable]:
 
 
 class Rows:
-    """For one copy of variables for all replicas (JAX): additional variables that have a row per replica.
+    """Adds variables with one row per replica, because on JAX all replicas share one copy of each variable.
 
-    Weights, state of inner optimizers and moving statistics have rows. The trainer updates the row of each replica. The
+    Each weight, moving statistic and variable of an inner optimizer gets one, and the trainer updates the rows. The
     weights of the model keep their values of the last sync step until `show`.
     """
 
@@ -151,7 +151,7 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        # Counters need no rows if replicas cannot skip updates, because then they are equal.
+        # If replicas cannot skip updates, counters are equal on all replicas, so they need no rows.
         counters = set(map(id, _counters(stage)))
         window = [] if optimizer.accumulation is None else optimizer.accumulation._replica_state
         of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
@@ -172,7 +172,7 @@ class Rows:
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign to weights and statistics the mean of all rows, to counters the largest row, to others the first."""
+        """Assign the mean of rows to weights and statistics, the largest row to counters, the first row to others."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
@@ -195,9 +195,9 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Set rows to the values of variables that other code has set.
+        """Copy each variable that other code has set to its rows.
 
-        If one weight was set, this sets the rows of all weights. If rows are outdated (`forget`), it sets all rows.
+        If one weight was set, copy all weights. If rows are outdated (see `forget`), copy all variables.
         """
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]

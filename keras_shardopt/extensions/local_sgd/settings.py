@@ -34,9 +34,10 @@ class LocalSGD(Extension):
     See [local SGD](../local_sgd.md).
 
     Args:
-        every: int >= 1, or a function of the number of updates so far: updates per sync step (average of weights).
-        outer_optimizer: a Keras optimizer, its name or config, or None (default). In sync steps, it updates the
-            weights of the last sync step with the mean change of replicas as gradient (DiLoCo). Usually
+        every: int >= 1, or a function of the number of updates so far. Number of updates between averages of weights
+            (called sync steps).
+        outer_optimizer: a Keras optimizer, its name or config, or None (default). In sync steps, it updates the weights
+            of the last sync step, with the mean change over replicas as gradient (DiLoCo). Usually
             `SGD(0.7, momentum=0.9, nesterov=True)`.
         fragments: int >= 1. Number of weight groups with separate sync steps, spread over `every`. Default 1.
         warmup: int >= 0 or None. Number of initial synchronous updates. Default: `5 * every` with an

@@ -140,7 +140,7 @@ class LocalUpdates(ExtensionStage):
     @property
     def skips(self) -> bool:
         """Whether a replica can skip an update that other replicas make, so counters differ between replicas."""
-        # `MixedPrecision` skips no updates for bfloat16 weights. It decides this when it creates its master weights.
+        # Not cached: `MixedPrecision` skips no updates for bfloat16, and decides this when it creates master weights.
         return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
@@ -160,7 +160,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """All state that can differ between replicas now. Empty on ranks before the first local update."""
+        """All variables that can differ between replicas now. On PyTorch, empty before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.replica_state, *self.stacked] if may_differ else []
 
@@ -313,7 +313,7 @@ class LocalUpdates(ExtensionStage):
         if isinstance(count, int):
             is_finite = bool(is_finite)  # read it once: this waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
-        with self._optimizer.scope_inside.reduced():  # do not average gradients in it again
+        with self._optimizer.scope_inside.reduced():  # `moved` are means, so do not average again
             runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])
         if statistics and replicas_are_processes() and not shares[0] > 0:
             statistics = []  # this rank had no rows or skipped its update
@@ -367,7 +367,7 @@ class LocalUpdates(ExtensionStage):
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives from one sync step to the next and the number of updates; in a warm-up, of one update.
+        """Return the collectives of the updates between two sync steps, and their number. In the warm-up: of one update.
 
         Args:
             each: the collectives that every update sends.
@@ -523,7 +523,7 @@ class LocalUpdates(ExtensionStage):
             )
 
     def reset(self) -> None:
-        """Reset the state that is not saved in files. Called after other state was loaded."""
+        """Reset all values that are not saved in files. Called after a saved state was loaded."""
         self._has_trained = False
         self.replica_values.forget()
         if self.count is not None:
@@ -536,7 +536,7 @@ _WARMUP = "warmup"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Divide positions into nonempty groups of similar total size: each, largest first, joins the smallest."""
+    """Divide positions into nonempty groups of similar total size: the largest first, each joins the smallest group."""
     groups: list[list[int]] = [[] for _ in range(number)]
     totals = [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

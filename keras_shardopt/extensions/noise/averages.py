@@ -59,7 +59,7 @@ class NoiseAverages:
         """Update the moving averages of the estimates from one update's norms.
 
         Args:
-            measured: means over replicas: the parts' squared norm, whether rows are uneven (> 0), the rows per part.
+            measured: results of `GradientNoise.local`: a part's squared norm, whether rows are uneven (> 0), its rows.
             mean_square: the squared norm of the mean gradient.
         """
         (mean, uneven, rows), parts = measured, self._num_parts

@@ -1,6 +1,6 @@
 """Divides batches into parts on TensorFlow. Each replica gets the rows of its parts, and the row count of the batch.
 
-A `tf.distribute.Strategy` cannot do it: its division of a batch depends on the number of replicas.
+A `tf.distribute.Strategy` cannot do this, because its division of a batch depends on the number of replicas.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# Nested structures of batches, by the key under which a dataset element (a dict) has the batch's flat tensors.
+# A divided dataset's element is a dict with the flat tensors of a batch under a key. Here, by key, their nesting.
 _SPECS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts. If its parts are empty, it has one row, because a model needs one to run."""
+    """The rows of one replica's parts of a batch. If they are none, the first row instead: a model needs one to run."""
 
     batch: Any
     all_rows: tf.Tensor

@@ -1,4 +1,4 @@
-"""The TensorFlow step of `VirtualReplicas`. A batch has a fixed number of parts; a replica computes its parts in turn.
+"""The TensorFlow step of `VirtualReplicas`: batches have a fixed number of parts; a replica computes its own in turn.
 
 TensorFlow's graph optimizer (Grappler) rewrites an operation depending on the operations around it, so rounding would
 depend on the number of replicas. Therefore each part is a separate function that is not inlined, and Grappler's
@@ -63,7 +63,7 @@ from keras_shardopt.wrapping.rollback import assign_saved, changed_by_forward_pa
 
 
 class PartsStep(TrainStep):
-    """A step of training or evaluation in which each replica computes its parts of the batch."""
+    """A step of training or evaluation in which each replica computes its parts of the batch one after another."""
 
     divides_batches = True
 
@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function` for each part, with its arguments in `places`. Return the sum of all `sums`, and all results."""
+    """Call `function` with each of `places` as arguments. Return the total of all "sums", and the list of results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -182,7 +182,7 @@ class _Work:
     """Computes a replica's parts of a batch, and combines the values that they compute for variables.
 
     A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
-    A moving statistic adds its mean change in the parts with rows. Others get their value after the last part.
+    A moving statistic adds its mean change in the parts with rows. Other variables keep their value of the last part.
     """
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
@@ -210,7 +210,7 @@ class _Work:
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function that computes the gradients and variable changes of a part. Losses divide by `counted`."""
+        """Return a function that computes a part's gradients and variable changes. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
@@ -223,7 +223,7 @@ class _Work:
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # The metric of a mean loss counts the same number of rows in each part, even in a part without rows.
+            # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -249,7 +249,7 @@ class _Work:
 
     @contextlib.contextmanager
     def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
-        """Set the variables to their values at the start of a part. Set its random numbers, and its share of losses.
+        """Begin a part in the block: set its initial values of variables, its random numbers, and its share of losses.
 
         Yields:
             The scope that records assignments; the values at the start, by `id` of the variable; the rows of the part.
@@ -283,7 +283,7 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # `row_share` has no effect here: the parts without rows get zeros from `_unless_empty`.
+        # Set `row_share` to 1, because `_unless_empty` already returns zeros for parts without rows.
         grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
@@ -319,7 +319,7 @@ class _Work:
         sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
         before, added, moved = sums[:size], sums[size : 2 * size], sums[2 * size :]
         counted = [old + new for old, new in zip(before, added)]
-        # Outside of steps, a metric's value is the sum of its copies over replicas, so only the first gets the total.
+        # Outside of steps, a metric is the sum of its copies on all replicas, so only the first copy gets the total.
         is_first = tf.equal(tree.replica_id, 0)
         for variable, total in zip(self._sums, counted):
             variable.assign(tf.where(is_first, total, tf.zeros_like(total)))
@@ -377,7 +377,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 class _CallOptions:
-    """Options for calls of TensorFlow functions: the usual ones, and those without rewriting (`modified`)."""
+    """Cached options for calls of TensorFlow functions: the usual ones, and those without rewriting (`modified`)."""
 
     default: Any = None
     modified: Any = None
