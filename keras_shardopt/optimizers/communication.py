@@ -17,13 +17,13 @@ from keras_shardopt.update.pipeline import Pipeline
 class CommunicationReport:
     """Bytes that each replica sends per update. `print` shows them as text.
 
-    They are counted at each collective call, from the shapes and dtypes of its tensors, for the ring algorithm. A
+    Bytes are computed from the tensors' shapes and dtypes at each collective call, for the ring algorithm: a
     replica sends $2 (N - 1) / N$ of the bytes of an all-reduce, $(N - 1) / N$ of a reduce-scatter or all-to-all, and
     $N - 1$ times those of an all-gather. A trainer's exchange of rows, losses and metrics is not counted.
     """
 
     collectives: list[Collective]
-    """The collectives of the last update, or of the compiled step. PowerSGD: after the warm-up.
+    """The collectives of the last update, or of the compiled step. With `PowerSGD`, those after its warm-up.
 
     With `LocalSGD`, after its warm-up: those of the last sync step, or of the one in the compiled step.
     """

@@ -55,12 +55,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         reduction: "mean" (default) or "sum". TF1's "weighted_mean" and "weighted_sum" are synonyms.
         group_assignment: lists of replica ids, all of the same length, such as `[[0, 1], [2, 3]]`. Each group averages
             separately. None (default) is one group. See [groups](../reduction.md#mean-sum-groups).
-        gradients: "auto" (default), "local", "prescaled", "summed" or "global": how a replica's gradients arrive, if
-            "auto" cannot detect it. See [who reduces gradients](../reduction.md).
+        gradients: "auto" (default), "local", "prescaled", "summed" or "global": how far gradients are reduced when the
+            optimizer receives them, if "auto" cannot detect it. See [who reduces gradients](../reduction.md).
         gradient_accumulation_steps: int >= 1 or None. Micro-batches per update. Only the last one communicates, and
             counters and schedules count updates. See [accumulation](../accumulation.md).
-        replica_clipnorm: float > 0 or None. Maximum global norm of each replica's own gradients, before the mean, in
-            units of its mean loss. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
+        replica_clipnorm: float > 0 or None. Maximum global norm of each replica's gradients of its own mean loss,
+            before they are averaged. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
         replica_transform: a function `(grads, variables) -> grads` or None, for each replica's own gradients, before
             `replica_clipnorm`. Entries may be None. Saving requires a function registered with Keras.
         on_nonfinite: "ignore" (default), "skip" or "raise": the treatment of an update if a gradient of any replica
@@ -80,8 +80,8 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if an argument has an unknown value or contradicts another; when it is built or first used, on
-            every process, if replicas do not support an option or train different models. Messages name the fix.
+        ValueError: if an argument has an unknown value or contradicts another; on every process, when the
+            optimizer is built or first used, if replicas do not support an option or train different models.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -169,7 +169,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """Number of micro-batches per update; without its own value, that of the innermost optimizer."""
+        """Number of micro-batches per update. If it is not set here, the value of the innermost optimizer."""
         own: int | None = self._options.gradient_accumulation_steps
         return super().gradient_accumulation_steps if own is None else own
 
@@ -201,12 +201,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The variables in files: those of extensions. Files do not store an unfinished accumulation window."""
+        """The own variables that files store: those of extensions. Files omit an unfinished accumulation window."""
         return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """Divided state, and state of stages with a different value on each replica."""
+        """The variables that differ between replicas: divided optimizer state, and some variables of stages."""
         return [*self.pipeline.replica_state, *super()._replica_state]
 
     @property
@@ -290,7 +290,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
 
 def cross_shards(optimizer: Optimizer) -> list[CrossShard]:
-    """Returns each `CrossShard` of an optimizer, outermost first: itself and those inside; none for None."""
+    """Returns all `CrossShard` in a chain of wrappers, outermost first. Returns [] for None."""
     chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
 

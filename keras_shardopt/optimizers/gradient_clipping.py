@@ -40,8 +40,8 @@ class GradientClipping(OptimizerWrapper):
     gradient (`tf.IndexedSlices`) count individually, even if they repeat an index.
 
     If a gradient is infinite, $n$ is infinite and the factor is 0: finite elements become 0 and the infinite one NaN.
-    A finite check further inside still detects it. (Keras' `global_clipnorm` makes all elements NaN.) A NaN makes all
-    elements NaN.
+    A check for overflow in an inner optimizer still detects the NaN. (Keras' `global_clipnorm` makes all elements NaN.)
+    A NaN makes all elements NaN.
 
     Inside `CrossShard` gradients are global, so the norm is that of the whole batch. The limit applies to unscaled
     gradients: if the inner optimizer scales the loss, the limit is scaled as well. If the inner optimizer accumulates
@@ -113,7 +113,7 @@ def clip_by_global_norm(
     the limit are bitwise unchanged. The product is computed in float32 and has the dtype of its tensor.
 
     An infinite element makes $n$ infinite and the factor 0: finite elements become 0 and the infinite one NaN. A later
-    finite check still detects it. A NaN makes all elements NaN.
+    check for overflow still detects the NaN. A NaN makes all elements NaN.
 
     Args:
         t_list: a list or tuple of tensors of any shapes. None entries stay None. The rows of `tf.IndexedSlices` are

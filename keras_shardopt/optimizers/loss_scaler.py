@@ -50,12 +50,12 @@ class AutomaticLossScaler:
 
     - `"Backoff"`: on an overflow $s \leftarrow s / f$; otherwise, on each $w$-th good step since the last overflow
       (or the start), $s \leftarrow s \cdot f$; both kept within `scale_min` and `scale_max`. $f$ = `step_factor`,
-      $w$ = `step_window`. It starts at `scale_max`.
+      $w$ = `step_window`. $s$ starts at `scale_max`.
     - `"LogMax"`: with $a$ the largest absolute value among the unscaled gradients and $x = \log_2 a$, running means
       $\mu$ of $x$ (decay `beta1`), $m$ of $x$ and $q$ of $x^2$ (decay `beta2`), each corrected for its start at 0,
       and $\sigma = \sqrt{\max(0, q - m^2)}$: $s \leftarrow 2^{16 - (\mu + z \sigma)}$ within the bounds, with
-      $z$ = `overflow_std_dev`. If $x$ is normally distributed, 99.9 % of the gradients stay below $2^{16}$. It starts
-      at 1, or at the nearer bound.
+      $z$ = `overflow_std_dev`. If $x$ is normally distributed, 99.9 % of the gradients stay below $2^{16}$. $s$
+      starts at 1, or at the bound nearest to 1.
 
     This class repairs two bugs of the original LogMax. On an overflow the original used $x = 2^{\text{log\_max}}$
     instead of the logarithm, so the scale stayed at `scale_min` for about 11,860 steps. Here $x$ = `log_max`. A
@@ -175,8 +175,8 @@ class AutomaticLossScaler:
         return [ops.where(is_informative, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
-        # The original accepts reversed bounds, and this order then gives its result. The bounds are Python floats: on
-        # PyTorch, Keras would copy other numbers to the device and wait.
+        # The original accepts reversed bounds. This order of minimum and maximum gives its result. Bounds are Python
+        # floats, because Keras on PyTorch would copy other numbers to the device and wait.
         return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
     # -- methods that read or change the state -------------------------------------------------------------------
@@ -212,7 +212,7 @@ class AutomaticLossScaler:
             variable.assign(value)
 
     def _only_counts(self, has_nan: Any, amax: Any) -> bool:
-        """Whether this step only increments the counter of good steps. False if checking needs a synchronization."""
+        """Whether this step only increments the counter of good steps. False if a check would wait for the device."""
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:

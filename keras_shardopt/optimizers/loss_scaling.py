@@ -39,7 +39,7 @@ class ScaledUpdate(OptimizerWrapper):
     """Scales the loss, unscales the gradients, and updates unless they overflow. An abstract class."""
 
     _scale_argument: str
-    """The name of the scale in the constructor of the concrete wrapper."""
+    """The name of the scale's argument in the constructor of the subclass."""
 
     _scaler: AutomaticLossScaler | None
     _static: float | None
@@ -65,7 +65,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _skips_overflows(self) -> bool:  # type: ignore[override]
-        """Whether gradients are checked for overflow: only with an adjusted scale."""
+        """Whether gradients are checked for overflow. True only if an `AutomaticLossScaler` adjusts the scale."""
         return self._scaler is not None
 
     @property
@@ -80,7 +80,7 @@ class ScaledUpdate(OptimizerWrapper):
     def loss_scale(self) -> keras.Variable | float:
         """The current factor of the loss: a scalar variable, or a float if it is constant.
 
-        If an optimizer inside also scales the loss, it is the product: a scalar tensor or a float.
+        If an optimizer inside also scales the loss, this is the product of both factors: a scalar tensor or a float.
         """
         inner = super().loss_scale
         if not self._scales_loss:
@@ -102,7 +102,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale. A loss in half precision becomes float32, because it could overflow."""
+        """Returns the loss times the scale. A half-precision loss is cast to float32, so the product fits."""
         loss = self.inner.scale_loss(loss)
         if not self._scales_loss:
             return loss
@@ -119,7 +119,7 @@ class ScaledUpdate(OptimizerWrapper):
         return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
     def _all_unscaled(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> Gradients:
-        """Returns the unscaled gradients, or `grads` unchanged if the inner update divides them."""
+        """Returns the unscaled gradients, or `grads` unchanged if the inner optimizer divides them itself."""
         plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
         if self._unscales_alike:
             # Divide in the dtype that `_unscaled` uses, because a scale of 1.001 would be 1 in bfloat16.
@@ -135,13 +135,13 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _unscales_alike(self) -> bool:
-        """Whether each gradient is only divided by the scale."""
+        """Whether unscaling only divides all gradients by the scale, and does not change their dtype."""
         return True
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Unscales, makes the same decision on all replicas, adjusts the scale, and updates unless it overflowed."""
+        """Decides alike on all replicas whether gradients overflow. Adjusts the scale, and updates without overflow."""
         scale = self._own_scale
-        # Copy the scale, because its variable changes before the division.
+        # Copy the scale, because `self._scaler.update` changes its variable before the division.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         skipped = self._skipped
         if skipped is None or self._is_good(grads, variables):
@@ -155,7 +155,7 @@ class ScaledUpdate(OptimizerWrapper):
         if not is_known or overflows:
             skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
 
-        # Divide inside the branch, because XLA fuses the division there. Arguments of a branch are stored in memory.
+        # Divide inside the branch: there XLA fuses the division with the update, but it stores arguments of a branch.
         def update(given: Sequence[Any]) -> None:
             *grads, scale = given
             self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
@@ -190,8 +190,8 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # If each replica runs its own program, all must make the same decision, however gradients arrive. A user's
-        # `gradients=` may be wrong or differ between replicas, so replicas then exchange results.
+        # Replicas that run separate programs always exchange results, because all must decide alike. So do replicas if
+        # a user has set `gradients=`, because its value may be wrong or differ between replicas.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
@@ -247,8 +247,8 @@ class LossScaling(ScaledUpdate):
     Use it inside `CrossShard`: gradients are global there, so all replicas make the same decision. An overflow on any
     replica makes the average overflow. Outside `CrossShard`, replicas exchange two numbers per step.
 
-    Under the "mixed_float16" policy, `compile` adds no `LossScaleOptimizer` to it or to a wrapper around it, and
-    `auto_scale_loss=False` is not needed. bfloat16 needs no loss scale because it has the range of float32.
+    Under the "mixed_float16" policy, `compile` adds no `LossScaleOptimizer` around `LossScaling` or its wrappers, so
+    `auto_scale_loss=False` is not needed. bfloat16 has the range of float32, so it needs no loss scale.
 
     Callbacks can read `loss_scale` and `skipped_steps` of the outermost wrapper:
     `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. Files store the inner optimizer's state as without

@@ -1,4 +1,4 @@
-"""Notifies open scopes of each new optimizer that reduces gradients."""
+"""Registers each new optimizer that reduces gradients in all open `collected` blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# On TensorFlow, the first optimizer that reduces gradients starts to record which losses users divide by replicas.
+# TensorFlow only: the first such optimizer starts a record of the losses that users divide by the number of replicas.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []

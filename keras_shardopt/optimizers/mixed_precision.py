@@ -26,7 +26,7 @@ from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import named_like
 
-# TensorFlow is the backend where Keras' own optimizers sum the gradients of replicas.
+# None except on TensorFlow: there, Keras' own optimizers sum the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
@@ -39,15 +39,16 @@ class MixedPrecision(ScaledUpdate):
     A float16 number has 11 significant bits: an update smaller than 1/2048 of a weight is lost, and training stalls.
     For each such weight $v$ with gradient $g$, scale $s$ and regularizer $R$, the inner optimizer updates the master
     weight $m$ with the gradient $\text{float32}(g) / s + \nabla R(m)$, and then $v \leftarrow m$, rounded. The inner
-    optimizer's slots, clipping, decay, moving averages and constraints are float32 and use the master weights. These
-    have the names and paths of their weights, so rules by path still match. float32 weights are updated directly.
+    optimizer's slots, clipping, decay, moving averages and constraints are float32 and use the master weights. Each
+    master weight has the name and path of its weight, so rules by path match. float32 weights are updated directly.
 
     The "float16" and "bfloat16" policies create such weights. Under "mixed_float16" and "mixed_bfloat16", Keras keeps
     float32 weights and casts them, so `MixedPrecision` is not needed.
 
     - *Range.* A master weight outside float16's range becomes $\pm 65504$ in the weight. An update with NaN or
       infinity in a gradient is skipped on all replicas and counted in `skipped_steps`. An `AutomaticLossScaler` then
-      also lowers the scale. bfloat16 has the range of float32 and needs no scale; without one, it is not checked.
+      also lowers the scale. bfloat16 has the range of float32 and needs no scale. Without one,
+      bfloat16 gradients are not checked.
     - *Changed weights.* If an element of a weight is not equal to its rounded master weight, other code has set it
       (`set_weights`, `load_weights`, a callback). The next update then starts from the weight. Other elements keep
       the full precision of the master weight.
@@ -122,7 +123,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """Omits the skip counter of a constant scale, for files compatible with versions without that counter."""
+        """Omits `skipped_steps` of a constant scale, because files of earlier versions do not have this counter."""
         skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._saved_state if v is not skipped]
 
@@ -222,7 +223,7 @@ class MixedPrecision(ScaledUpdate):
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
     def _with_penalty(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
-        """Adds the gradient of the penalty at the master weight, if the variable has one."""
+        """Adds the gradient of the regularizer, computed at the master weight, if the variable has both."""
         pair = self._masters.get(self._var_key(variable))
         if pair is None:
             return grad
@@ -231,7 +232,7 @@ class MixedPrecision(ScaledUpdate):
             return grad
         penalty = variable.regularizer.regularizer
         (added,), _ = runtime.value_and_grad(lambda: (penalty(ops.convert_to_tensor(master)), None), [master], None)
-        # The inner optimizer sums over TensorFlow's replicas.
+        # On TensorFlow, the inner optimizer sums over replicas, so each replica adds only its share.
         share = 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
         return added if grad is None else add(grad, added, variable)
@@ -282,7 +283,7 @@ def updating_with(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _OnMaster(keras.regularizers.Regularizer):
-    """A regularizer with a value but no gradient in the loss: `MixedPrecision` computes it on the master weight.
+    """A regularizer with a value but no gradient in the loss: `MixedPrecision` adds this gradient later.
 
     If another optimizer trains the model, the gradient is part of the loss again.
     """
@@ -324,6 +325,6 @@ def _rounded(master: Tensor, dtype: str) -> Tensor:
 
 
 def _synchronized(master: Variable, variable: Variable) -> Tensor:
-    """Returns the master weight, with elements of the variable that differ from its rounded value."""
+    """Returns the master weight, with the new values of elements that other code has changed in the variable."""
     master, value = ops.convert_to_tensor(master), ops.convert_to_tensor(variable)
     return ops.where(_rounded(master, dtype_of(value)) == value, master, ops.cast(value, "float32"))

@@ -12,7 +12,7 @@ from keras_shardopt.wrapping.chain import Wrapping
 
 
 class OneReplicaShortcut:
-    """Makes an update of a `CrossShard` one call of the inner optimizer if one replica has nothing else to do."""
+    """Replaces an update of `CrossShard` by a direct call of the inner optimizer, if one replica needs nothing else."""
 
     _is_idle = False
     """Whether a single replica can call the inner optimizer directly. Set by `build`."""

@@ -28,16 +28,16 @@ class TwoPhases:
     def compute_gradients(
         self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None
     ) -> list[tuple[Tensor | None, Variable]]:
-        """Computes this replica's gradients, the first phase of `minimize`. They may be changed before applying.
+        """Computes this replica's gradients, the first phase of `minimize`. You may change these before you apply them.
 
-        They are the gradients of the value of `loss` before any reduction. (Under a `keras.distribution`, and if DDP
+        They are the gradients of this replica's `loss`, before any reduction. (Under a `keras.distribution`, and if DDP
         owns the weights, they are global.) So `loss` should return the mean over this replica's examples. Gradients
         are unscaled, even if an inner optimizer scales the loss: `apply_gradients` scales them again. On TensorFlow,
-        `keras.losses` divide by the number of replicas, and so their gradients are smaller by this factor. With a bare
-        mean, they are as on other backends.
+        `keras.losses` divide by the number of replicas, and so their gradients are smaller by this factor. With a plain
+        `ops.mean`, they are the same as on other backends.
 
-        Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss, custom
-        gradients need `scale_loss` as usual; that call also marks them as scaled.
+        Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss,
+        gradients from other code need `scale_loss` as usual; that call also marks them as scaled.
 
         Args:
             loss: a function without arguments that returns a scalar tensor.

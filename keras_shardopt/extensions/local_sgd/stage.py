@@ -367,7 +367,7 @@ class LocalUpdates(ExtensionStage):
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives of the updates between two sync steps, and their number. In the warm-up: of one update.
+        """Return the collectives of the updates between two sync steps, and their number. In the warm-up: of one.
 
         Args:
             each: the collectives that every update sends.
