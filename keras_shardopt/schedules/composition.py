@@ -1,7 +1,7 @@
 """Schedules that combine or transform other schedules.
 
-Their argument `schedule` can also be a number (a fixed rate), or the config of a schedule. With a schedule of Keras
-inside, perhaps only scalar steps are accepted, and the precision is that of Keras' schedule.
+Their argument `schedule` can also be a number (a fixed rate), or the config of a schedule. A schedule of Keras
+inside perhaps accepts only scalar steps, and the precision is then that of Keras' schedule.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Join(Schedule):
             )
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate of the schedule at this step."""
+        """Returns the rate of the schedule that runs at this step."""
         rate = _rate(self.schedules[0], steps)
         for schedule, boundary in zip(self.schedules[1:], self.boundaries):
-            # A boundary of 0 is always passed. Comparing unsigned integers with -1 would fail.
+            # A boundary of 0 is always passed. Do not compare, because unsigned integers cannot be compared with -1.
             later = _rate(schedule, steps.since(boundary))
             rate = later if boundary == 0 else ops.where(steps.exceeds(boundary - 1), later, rate)
         return rate
@@ -177,7 +177,7 @@ class PerUpdate(Schedule):
 
     Args:
         schedule: any Keras schedule, a number for a fixed rate, or a config.
-        gradient_accumulation_steps: int >= 1. The value of the optimizer.
+        gradient_accumulation_steps: int >= 1. The value of this argument of the Keras optimizer.
 
     Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
 

@@ -63,7 +63,7 @@ class PiecewiseConstant(Policy):
         learning_rate: float >= 0. The rate up to and including the first boundary.
         boundaries: list of int >= 0 that do not decrease. The last step of each piece except the last piece, in
             optimizer updates, or in epochs with `steps_per_epoch`.
-        decay_rates: list of float >= 0, one per boundary. The multiplier after it.
+        decay_rates: list of float >= 0: for each boundary, the multiplier of `learning_rate` after it.
         steps_per_epoch: int >= 0 or None (default). Updates per epoch, by which all boundaries are
             multiplied. With 0, all boundaries are 0, as in OpenSeq2Seq.
 
@@ -109,7 +109,7 @@ class PiecewiseConstant(Policy):
         self.steps_per_epoch = steps_per_epoch
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate of the piece."""
+        """Returns the rate of the piece that contains the step."""
         factor = 1 if self.steps_per_epoch is None else self.steps_per_epoch
         rates = [self.learning_rate * multiplier for multiplier in (1.0, *self.decay_rates)]
         piece = steps.num_exceeded([boundary * factor for boundary in self.boundaries])
@@ -126,8 +126,8 @@ class ExpDecay(Policy):
 
     Args:
         learning_rate: float >= 0. The rate up to `begin_decay_at`.
-        decay_steps: number >= 1, in optimizer updates: the rate is multiplied by `decay_rate` in this time. A simple
-            fraction such as 2.5 is also allowed.
+        decay_steps: number >= 1: in this number of optimizer updates, the rate is multiplied by `decay_rate` once. A
+            simple fraction such as 2.5 is also allowed.
         decay_rate: float >= 0. Above 1 the rate grows. With 0 the rate is `min_lr` as soon as $p > 0$.
         use_staircase_decay: bool, required. Whether to decay in stairs: $p$ is rounded down.
         begin_decay_at: int >= 0. The first update of the decay. Defaults to 0.
@@ -149,7 +149,7 @@ class ExpDecay(Policy):
 
     References:
         OpenSeq2Seq, `lr_policies.exp_decay`. It computed $q^p$ as one float32 power, with an error of 8e-4 for
-        0.9999 ** 50000. Here it is exact to float32 rounding.
+        0.9999 ** 50000. Here the power is exact to float32 rounding.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class PolyDecay(Policy):
         fraction = steps.since(self.begin_decay_at).remaining(self.decay_steps)
         if self.power != 1:
             fraction = ops.power(fraction, self.power)
-        # The form (L - m) f + m would round m even if f is 0 or 1.
+        # Not the shorter (L - m) f + m, because its rounding would change the result L for f = 1.
         return _warmed_up(self.learning_rate, self.warmup_steps, steps) * fraction + self.min_lr * (1.0 - fraction)
 
 
@@ -261,7 +261,7 @@ class CosineDecay(Policy):
     $$L\,(a + (1 - a)\,c), \quad L = r \min(s / w,\ 1), \quad c = (1 + \cos(\pi t / d)) / 2,
     \quad t = \min(\max(s - b, 0),\ d).$$
 
-    With $m$ = `absolute_min_lr` it is $L c + m (1 - c)$ instead. In a warm-up, step 0 has rate 0 and step $w$ has the
+    With $m$ = `absolute_min_lr`, the rate is $L c + m (1 - c)$. In a warm-up, step 0 has rate 0 and step $w$ has the
     full rate. Without warm-up, $L = r$. If $b < w$, warm-up and decay overlap. `from_run` prevents this.
 
     Args:
@@ -515,7 +515,7 @@ def _sine(angle: Tensor, dtype: str) -> Tensor:
     """Returns the sine of an angle from 0 to pi / 2."""
     if dtype == "float32":
         return ops.sin(angle)
-    # `ops.sin` converts float64 to float32 on JAX. Up to pi / 2, the Taylor series to angle ** 23 is exact to rounding.
+    # `ops.sin` would convert float64 to float32 on JAX. Up to pi / 2, this Taylor series is exact to rounding.
     square, series = angle * angle, 1.0
     for n in range(22, 0, -2):
         series = 1.0 - square / (n * (n + 1)) * series

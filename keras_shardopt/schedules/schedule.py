@@ -82,7 +82,7 @@ class Policy(Schedule):
         steps_per_epoch: int | None = None,
         **arguments: Any,
     ) -> Any:
-        r"""Creates the schedule for a training run of known length, and computes begin and length of the decay from it.
+        r"""Creates the schedule for a training run of known length, and computes begin and length of its decay.
 
         OpenSeq2Seq's model class did so for the policies in its configs. With $n$ = `total_steps`, or
         `num_epochs * steps_per_epoch`, and without `decay_steps` among `arguments`,
@@ -90,7 +90,7 @@ class Policy(Schedule):
         - `begin_decay_at` becomes $b$ = `max(begin_decay_at, warmup_steps)`: decay begins after warm-up,
         - `decay_steps` becomes $n - b$: decay ends with the run.
 
-        A policy gets only those of the two that its constructor has. If the run is given in epochs, a policy with
+        Of these two, a policy gets only those that its constructor has. If the run is given in epochs, a policy with
         `steps_per_epoch` (`PiecewiseConstant`) gets this argument, and its boundaries are epochs. An explicit
         `decay_steps` disables both replacements, as in OpenSeq2Seq.
 

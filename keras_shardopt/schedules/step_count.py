@@ -1,8 +1,8 @@
 """Arithmetic on step counts that rounds only once, at the end.
 
 float32 represents whole numbers exactly only up to 2**24 = 16,777,216. Therefore steps are compared, subtracted and
-divided as integers, and only a ratio becomes a float. A step divides a span into the elapsed and
-the remaining part. The ratio is computed from the smaller part, so it is precise at both ends.
+divided as integers, and only a ratio becomes a float. An elapsed or
+remaining fraction of a span is computed from the smaller of both parts, so it is precise at both ends of the span.
 
 Arithmetic on Python and NumPy integers uses NumPy, because JAX and Keras on PyTorch would truncate them to 32 bits.
 For tensors, use only operators and `ops.where`, because `ops.minimum`, `ops.maximum`, `ops.floor_divide` and `ops.prod`
@@ -28,7 +28,7 @@ _FLOAT32_MAX = float(np.finfo("float32").max)
 
 
 class StepCount:
-    """One or more steps, none of them negative.
+    """One or more nonnegative step numbers, stored as integers.
 
     Args:
         step: an int, an integer array or tensor of any shape, or a `keras.Variable`.
@@ -149,7 +149,7 @@ def repeated_squares(base: float) -> list[float]:
     """Returns `base`, `base ** 2`, `base ** 4` and so on, until the value is constant, for `StepCount.as_exponent`.
 
     A power in float32 first rounds the base to float32: 0.9999 ** 50000 then has an error of 8e-4. `as_exponent`
-    avoids this error: it multiplies those of these float64 powers that the bits of the exponent select.
+    avoids this error: it multiplies only the float64 powers that the bits of the exponent select.
     """
     squares = [base]
     while squares[-1] not in (0.0, math.inf) and len(squares) < 63:
@@ -164,7 +164,7 @@ def _integers(step: Any) -> Any:
     if step is None:
         raise ValueError("`step` must be given: an int or an integer tensor, such as `optimizer.iterations`.")
     if type(step) is int and 0 <= step <= _INT32_MAX:
-        # torch.compile can trace a tensor. Add to zeros, because each new constant would compile again.
+        # Make a tensor by adding to zeros, because `torch.compile` would compile again for each new constant.
         return ops.zeros((), dtype="int32") + step
     if isinstance(step, (int, float, list, tuple, np.generic, np.ndarray)):
         array = np.asarray(step)
