@@ -1,4 +1,4 @@
-"""`build_optimizer`: a chain of optimizers from the arguments of OpenSeq2Seq's `optimize_loss`."""
+"""`build_optimizer`: builds an optimizer and its wrappers from the arguments of OpenSeq2Seq's `optimize_loss`."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) 
 
 
 class _Conflict(ValueError, AttributeError):
-    """Error for arguments that exclude each other. OpenSeq2Seq raised AttributeError."""
+    """Error for arguments that exclude each other. OpenSeq2Seq raised AttributeError, so this is one too."""
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

@@ -107,7 +107,7 @@ class LARC(OptimizerWrapper):
         self.faithful = faithful
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Multiply each gradient by its factor $r$."""
+        """Multiply each gradient by its factor (see `ratio`)."""
         result = list(grads)
         scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
         wide = [self._wide(grads[i], variables[i]) for i in scaled]

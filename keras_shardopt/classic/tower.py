@@ -1,4 +1,4 @@
-"""`Tower` and `replicate`: each tower computes gradients for a chunk of the batch; one update uses all of them.
+"""`Tower` and `replicate`: each tower (run of a step) computes gradients of a chunk of the batch; one update uses all.
 
 Private names of Keras touched here (test_tower.py checks that it exists):
     `keras.src.backend.common.global_state` - global attributes that `keras.utils.clear_session` clears.
@@ -22,7 +22,7 @@ from keras_shardopt.numerics import FunctionT, Gradients, Tensor, Variable, add,
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# On TensorFlow, towers of a step can run on several devices while the weights stay on one.
+# None except on TensorFlow: there, towers can run on several devices while the weights stay on one.
 _on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
@@ -52,7 +52,7 @@ class _Replication:
         self._num_calls: dict[int, list[int]] = {}  # one count per tower
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
-        """Add the gradients of a tower to the n-th call of the optimizer. In the last tower, return this `_Call`."""
+        """Add a tower's gradients to those of the same call in other towers. In the last tower, return this `_Call`."""
         key = id(optimizer)
         self._names[key] = optimizer.name
         calls, counts = self._calls.setdefault(key, []), self._num_calls.setdefault(key, [0] * self.num_towers)
@@ -298,7 +298,7 @@ def replicate(
         ValueError: if `num_towers` or `loss_reduction` is invalid, or `devices` is not supported. When the step
             runs: if `num_towers` does not divide the batch, or towers differ in their number of optimizer calls.
         tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch in a `tf.function` with an unknown
-            batch size, such as the smaller last batch of `fit`. In both cases, no tower has run.
+            batch size, such as the smaller last batch of `fit`. After either error, no tower has run.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks

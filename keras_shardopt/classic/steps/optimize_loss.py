@@ -85,7 +85,7 @@ def optimize_loss(
         loss_scaling_params: as in `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
         iter_size: int >= 1. Micro-batches per update. The update uses the mean of their gradients. With several
-            replicas on JAX, each micro-batch communicates, with a warning. `fit` of a prepared model avoids this.
+            replicas on JAX, each micro-batch communicates, and a warning appears. `fit` of prepared models avoids this.
         skip_update_ph: True or None (default). None: every `iter_size`-th call updates. True: the caller decides.
             `step(*batch, skip_update=True)` accumulates; `skip_update=False` accumulates and updates.
         model: a built `keras.Model` or None. Its regularization losses and those of `add_loss` are added to the loss.
@@ -225,7 +225,7 @@ class TrainingStep:
         self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            # Use the optimizer's count, without updates skipped for an overflow. Reading it waits for the devices.
+            # Use the optimizer's count, because it omits skipped updates. Reading it waits for the devices.
             self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
             if self._num_updates % self._every == 0:
                 self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
@@ -261,7 +261,7 @@ class TrainingStep:
 
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
         if skip_update is not None:
-            # Decide right before `apply`, because in the loss, another replica's thread can run and decide.
+            # Decide right before `apply`: while the loss is computed, the thread of another replica can call `decide`.
             self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value

@@ -20,7 +20,7 @@ _num_files = itertools.count()
 
 
 def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
-    """Return a function of (values by tag, step) that writes to a new event file. With None, it closes the file."""
+    """Return a function of (values by tag, step) that writes to a new event file. Values of None close the file."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:

@@ -54,7 +54,7 @@ class Observer:
         # Each entry has a wrapper, the method of this observer that the wrapper calls, and the function that measures.
         self._hooks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
         before = (changing[0], "before_transform") if changing else (last, "before_update")
-        # The functions that measure clip gradients again, because keeping the clipped gradients for them takes memory.
+        # Clipped gradients are not kept, to save memory. The functions that measure these clip the gradients again.
         self._clipping = clipping[-1] if clipping else None
         clipped = (clipping[-1], "before_transform") if clipping else before
         if "global_gradient_norm" in names:
@@ -210,7 +210,7 @@ class Observer:
         self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the trainable variables. If `variables` are slices, return the slices of trainable variables."""
+        """Return the trainable variables, or the slices of these that are updated if `variables` are such slices."""
         trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
         return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]

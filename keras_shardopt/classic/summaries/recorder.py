@@ -96,7 +96,7 @@ class Recorder:
         return step, tags
 
     def record(self, more: Callable[[], dict[str, float]] = dict) -> bool:
-        """If an update was measured since the last call, write its values and the result of `more`, and return True."""
+        """If an update was measured since the last call, write its values and those of `more()`, and return True."""
         if self._write is None or not self._names:
             return False
         step, tags = self.values()
