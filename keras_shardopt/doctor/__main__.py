@@ -1,4 +1,4 @@
-"""`python -m keras_shardopt.doctor`: examines a job before it trains. Start it as your program, in all processes."""
+"""`python -m keras_shardopt.doctor`: examines a job before it trains. Start it like your program, in all processes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if error:
         ranks[me]["connection"] = error
     found = findings(ranks)
-    if me == 0 or error:  # after a failure, process 0 perhaps has not the facts of all
+    if me == 0 or error:  # after a failure, process 0 perhaps lacks the facts of others
         print(_as_json(ranks, found) if given.json else _table(ranks, found), flush=True)
     return int(any(finding.level == ERROR for _, finding in found))
 
 
 def _gathered(mine: facts.Facts, seconds: float) -> tuple[list[facts.Facts], int, str]:
-    """Return the facts of all processes, or only `mine`; the position of this process in them; and an error, if any.
+    """Return the facts of all processes, or only `mine`; this process's position in this list; and an error, if any.
 
-    A child process connects to the others, because JAX and TensorFlow end a process that cannot.
+    A child process makes the connection, because JAX and TensorFlow end a process that cannot connect to others.
     """
     received: dict[str, Any] = {"ranks": [mine], "me": 0, "done": False}
     error = ""

@@ -41,19 +41,19 @@ def findings(ranks: Ranks) -> list[tuple[str, Finding]]:
 
 
 def number_of(rank: Facts) -> int:
-    """Return the number of a process."""
+    """Return the number of the process with these facts."""
     return int(rank.get("world", {}).get("process", rank.get("process", {}).get("rank", 0)))
 
 
 def on(ranks: Ranks) -> str:
-    """Return the numbers of processes as text."""
+    """Return the numbers of these processes as text, such as "processes 0, 2" (at most 8 numbers)."""
     numbers = sorted(map(number_of, ranks))
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"process{'es' if len(numbers) > 1 else ''} {shown}"
 
 
 def _groups(ranks: Ranks, value: Callable[[Facts], Any]) -> list[tuple[Any, list[Facts]]]:
-    """Return the different values, each with its processes."""
+    """Return the different results of `value`, each with the processes that have this result."""
     found: list[tuple[Any, list[Facts]]] = []
     for rank in ranks:
         mine = value(rank)
@@ -70,7 +70,7 @@ def _by_value(ranks: Ranks, value: Callable[[Facts], Any]) -> str:
 
 
 def _each(ranks: Ranks, check: Callable[[Facts], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check of one process: equal ones once, with their processes."""
+    """Yield the findings of `check` for each process. Equal findings appear once, with their processes."""
     pairs = [(finding, rank) for rank in ranks for finding in dict.fromkeys(check(rank))]
     for finding in dict.fromkeys(finding for finding, _ in pairs):
         group = [rank for other, rank in pairs if other == finding]
@@ -79,7 +79,7 @@ def _each(ranks: Ranks, check: Callable[[Facts], Iterable[Finding]]) -> Iterator
 
 
 def _difference(ranks: Ranks, fact: str, level: str, remedy: str) -> Iterator[Finding]:
-    """Yield a finding per entry of a fact that differs between processes, or one with all entries."""
+    """Yield one finding for each entry of a fact that differs between processes, or one OK finding if none differs."""
     entries = list(dict.fromkeys(entry for rank in ranks for entry in rank[fact]))
     differing = [entry for entry in entries if len(_groups(ranks, lambda rank: rank[fact].get(entry))) > 1]  # noqa: B023
     for entry in differing:
@@ -124,7 +124,7 @@ _SIZES = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": ("KERAS_DISTRIBUTION_PROCESS_ID", "KERAS_DISTRIBUTION_JOB_ADDRESSES"),
     "TF_CONFIG": (),
 }
-"""Variables that make a process part of a job, each with those that it needs."""
+"""Environment variables that make a process part of a job, each with the other variables that it needs."""
 
 _READERS = {"WORLD_SIZE": "PyTorch", "KERAS_DISTRIBUTION_NUM_PROCESSES": "JAX", "TF_CONFIG": "TensorFlow"}
 
@@ -205,7 +205,7 @@ def _devices(ranks: Ranks) -> Iterator[Finding]:
     used = _groups(
         ranks, lambda r: (r["process"]["machine"], r["environment"].get("CUDA_VISIBLE_DEVICES"), *r["world"]["devices"])
     )
-    if _kind(ranks[0])[1] == "cuda":  # PyTorch's names; JAX numbers the devices of all processes
+    if _kind(ranks[0])[1] == "cuda":  # only on PyTorch: JAX numbers the devices of all processes
         for (*_, device), group in used:
             if len(group) > 1:
                 remedy = "Start one process per GPU, with LOCAL_RANK from 0, as torchrun and the launcher set it."
@@ -316,7 +316,7 @@ def _addresses(ranks: Ranks) -> Iterator[Finding]:
                 fix = f"Choose another port, or end the program that `ss -ltnp 'sport = :{fact['port']}'` names."
                 yield Finding(ERROR, f"another program uses the port of {address}", fix)
             elif number == errno.EADDRNOTAVAIL:
-                # With address translation this works, so it is no error then.
+                # If processes have connected all the same (by address translation), this is no error.
                 level = WARNING if "world" in rank else ERROR
                 text = f"this process must serve {address}, which is no address of its machine"
                 yield Finding(level, text, "Use an address of this machine, or start process 0 on the machine named.")
@@ -462,4 +462,4 @@ CHECKS: dict[str, tuple[str, Callable[[Ranks], Iterator[Finding]]]] = {
     "directory": ("files", _files),
     "reproducible": ("world", _reproducible),
 }
-"""The checks by name, each with the fact that it needs. It gets the processes that have this fact."""
+"""The checks by name, each with the fact that it needs. A check gets only the processes that have this fact."""

@@ -28,11 +28,11 @@ PREFIXES = (
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_", "TF_", "TORCH", "XLA_", "WORLD_SIZE", "RANK", "LOCAL_"),
     *("NPROC", "http_proxy", "https_proxy", "no_proxy"),
 )
-"""Beginnings of the environment variables that a report contains. Others may hold passwords."""
+"""Prefixes of the environment variables that a report contains. Other variables may hold passwords."""
 
 
 def local(directory: str, seconds: float = 10.0) -> Facts:
-    """Return this process's facts, by collector. A collector that fails or needs longer leaves an entry in "failed"."""
+    """Return this process's facts by collector. One that fails or needs over `seconds` has an entry in "failed"."""
     collectors: dict[str, Callable[[], Any]] = {
         "process": _process,
         "versions": _versions,
@@ -127,7 +127,7 @@ def _cores() -> Facts:
 
 
 def _cgroup(name: str, controller: str = "") -> Iterator[str]:
-    """Yield the contents of a file in this process's control group and its parents. Version 2 has no controllers."""
+    """Yield the contents of a file in this process's control group and its parents. `controller` is "" in version 2."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -206,7 +206,7 @@ def _addresses() -> list[Facts]:
 
 
 def _bind_error(host: str, port: int) -> list[Any] | None:
-    """Return the number and text of the error with which this machine cannot serve an address. None if it can."""
+    """Return number and text of the error that prevents this machine from serving an address, or None."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -231,7 +231,7 @@ def _files(path: str) -> Facts:
                 file.write(b"new" * 2**20)
                 file.flush()
                 os.fsync(file.fileno())
-            with open(old, "rb") as reader:  # a reader keeps the old file
+            with open(old, "rb") as reader:  # an open reader must keep the old content
                 os.replace(new, old)
                 found["renames"] = reader.read() == b"old" and old.read_bytes()[:3] == b"new" and not new.exists()
             with contextlib.suppress(ImportError), open(old) as file:

@@ -1,4 +1,4 @@
-"""The facts of all processes, and those that several processes measure: all-reduces, clocks, shared directories."""
+"""Collects the facts of all processes, and measures those that need several: all-reduces, clocks, shared folders."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REDUCERS = {name: f"keras_shardopt.doctor.{name}" for name in ("tensorflow", "j
 
 
 def examine(mine: Facts, seconds: float, store: Callable[[list[Facts]], None]) -> None:
-    """Connect this process to the others, and pass the facts of all to `store`, after each measurement again.
+    """Connect this process to the others. Pass the facts of all processes to `store`, now and after each measurement.
 
     Args:
         mine: the facts of this process.
-        seconds: the time limit for the connection. Large all-reduces that need half of it are left out.
-        store: gets one dict per process, ordered by process.
+        seconds: the time limit for the connection. Large all-reduces that need half of this time are omitted.
+        store: a function that gets a list of one dict per process, in the order of processes.
 
     Raises:
         Exception: any error of the framework, if the processes cannot connect.
@@ -65,7 +65,7 @@ def facts_of_all(value: Any) -> list[Any]:
 
 
 def _processes_in(path: str, token: str, process: int) -> list[int]:
-    """Return the processes that have the same directory under this path."""
+    """Return the numbers of the processes for which `path` is the same directory as for this process."""
     files = [pathlib.Path(path, f".doctor-{token}-{i}") for i in range(len(facts_of_all(None)))]
     with contextlib.suppress(OSError):
         files[process].touch()
@@ -81,12 +81,12 @@ def _memory_speed() -> float:
     """Return the bytes per second that a copy in memory reads and writes."""
     source = np.ones(2**26, "uint8")
     target = np.zeros_like(source)
-    facts_of_all(None)  # all processes measure at the same time, as they train
+    facts_of_all(None)  # wait, so all processes measure at the same time, as in training
     return 2 * source.size / min(_timed(lambda: np.copyto(target, source)) for _ in range(3))
 
 
 def _ticks(reducer: Callable[[int], Callable[[], None]]) -> list[float]:
-    """Return this process's clock at several moments, right after small all-reduces, so nearly the same for all."""
+    """Return this process's clock right after each of several all-reduces, which end almost together everywhere."""
     reduce, ticks = reducer(1), []
     for _ in range(9):
         reduce()
@@ -95,7 +95,7 @@ def _ticks(reducer: Callable[[int], Callable[[], None]]) -> list[float]:
 
 
 def _seconds(reducer: Callable[[int], Callable[[], None]], limit: float) -> dict[str, float]:
-    """Return the median time of an all-reduce by size. The largest is left out if it would need half the limit."""
+    """Return the median time of an all-reduce by size. Omit the largest size if it would need half of `limit`."""
     found: dict[str, float] = {}
     for name, (size, times) in SIZES.items():
         # All processes must decide alike, so take the largest time of all.
