@@ -89,7 +89,7 @@ class CodedBucket:
         self._start_next()
 
     def finish(self) -> None:
-        """Run the remaining collectives, and fill `results` and `flags`."""
+        """Run the remaining collectives of this bucket, and set `results` and `flags` to the sums or means."""
         while self._receive is not None:
             with naming_missing_ranks(self._under_way, UPDATE):
                 wait_for(self._under_way[self._number], call=UPDATE)

@@ -1,4 +1,4 @@
-"""How coded gradients are reduced: `Coded` runs one reduction, `CodedTransport` stores state between reductions."""
+"""How encoded gradients are reduced: `Coded` runs one reduction, `CodedTransport` stores variables between them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CodedTransport(Transport):
         return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the residuals and the factors. Later calls do nothing."""
+        """Create the variables for coding errors (residuals) and factors. Later calls do nothing."""
         if self.residuals or self.factors:
             return
         for i, variable in enumerate(variables):
@@ -83,13 +83,13 @@ class CodedTransport(Transport):
             placement.place(self.residuals, "per_replica")
 
     def stack(self) -> None:
-        """If one program runs all replicas, stack their residuals along a first dimension of one array."""
+        """If one program runs all replicas, stack their coding errors along a first dimension of one array."""
         if not self._is_stacked and self.residuals:
             placement.place(self.residuals, "per_replica")
         self._is_stacked = True
 
     def reset(self) -> None:
-        """Set the residuals to zero."""
+        """Set the stored coding errors (residuals) to zero."""
         for residual in self.residuals:
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
@@ -146,9 +146,9 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # Variables without a gradient here. Their residuals are not sent, because perhaps no replica has a gradient.
+        # Variables without a gradient here. Their coding errors are not sent: perhaps no replica has a gradient.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
-        # Gradients contain this factor (the loss scale). Residuals are stored without it.
+        # Gradients contain this factor (the loss scale). Coding errors (residuals) are stored without the factor.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
         before = kept.residuals if reduction.own is None else reduction.own
         self._before = [ops.convert_to_tensor(residual) for residual in before]
@@ -198,7 +198,7 @@ class Coded(Transfer):
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
     def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors to encode (gradients plus residuals), and the factors to start from."""
+        """Return the tensors to encode (gradients plus earlier coding errors), and the factors to start from."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
@@ -248,7 +248,7 @@ class Coded(Transfer):
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
-        """Return the sum of a gradient in float32 and its residual. With `start`, both are slices that begin there."""
+        """Return gradient plus earlier coding error in float32. With `start`, both are slices that begin there."""
         value = dense(tensor, self._variables[place])
         value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
         if not self.codec.error_feedback or place in self._waits:
@@ -259,7 +259,7 @@ class Coded(Transfer):
         return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Add the new residuals and factors to the reduced step. If its update is skipped, add the old ones instead.
+        """Add the new coding errors and factors to the reduced step, or the old ones if its update is skipped.
 
         Args:
             step: the step that this transfer has reduced.

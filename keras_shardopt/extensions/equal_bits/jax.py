@@ -186,7 +186,7 @@ class _Parts:
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows.
+        # Each part adds an equal share to the row count in the metric of a mean loss, even if the part has no rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -199,7 +199,7 @@ class _Parts:
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
-        """Return the initial values of a part's non-trainable and metric variables."""
+        """Return the values of non-trainable and metric variables at the start of one part of the batch."""
         started = [
             value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
             for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
@@ -207,7 +207,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return a part's values to sum over all parts, and all variables' values after the part (None: unchanged)."""
+        """Return the values of one part to sum over all parts, and all variables' values after it (None: unchanged)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -233,7 +233,7 @@ class _Parts:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """Return the divisors of losses that must be summed over all parts, such as the sum of a mask.
+        """Return the divisors of losses (such as the sum of a mask), which must be summed over all parts of the batch.
 
         This runs the model forward, but XLA removes all computations that the counts do not need.
         """
@@ -257,7 +257,7 @@ class _Parts:
         )
 
     def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
-        """Run `of_part` on each part of this replica, one after another, and combine the results.
+        """Run `of_part` on each of this replica's parts of the batch, one after another, and combine the results.
 
         Args:
             of_part: takes the index of a part, its number of rows, and the rows. Returns tensors to sum over parts, the
@@ -288,7 +288,7 @@ class _Parts:
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
         )
-        # Make room for two parts even if a replica has one, because XLA moves computations out of a loop of length 1.
+        # Make room for two parts of a batch: XLA would move computations out of a loop with room for only one.
         num_levels = max(2, each.bit_length())
         if each == 1:
             data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
@@ -326,7 +326,7 @@ class _Parts:
 
 
 def _not_fused(values: Any, num_rounds: Tensor) -> Any:
-    """Pass values through a loop of one iteration, with a traced count, so XLA cannot fuse them with later code.
+    """Pass values through a loop (one iteration, but XLA cannot prove it), so XLA cannot fuse them with later code.
 
     The code that reduces the values depends on the number of devices. If XLA fused a norm into this code, the norm's
     rounding would depend on that number too.
@@ -354,7 +354,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run both passes part by part. Return all rows on every device, so metrics sum them in the same order."""
+        """Run the passes part by part. Copy all rows to every device, so that metrics sum them in the same order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

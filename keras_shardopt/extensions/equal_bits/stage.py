@@ -97,7 +97,7 @@ class Subtrees:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Add the tensors of the next part. None counts as zero."""
+        """Add the tensors of the next part of the batch. None counts as zero."""
         size, total = 1, list(tensors)
         while self._sums and self._sums[-1][0] == size:
             total = [_sum(a, b) for a, b in zip(self._sums.pop()[1], total)]
@@ -217,7 +217,7 @@ class SumOfParts(ExtensionStage):
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Add the gradients of one part to the sum. Call `proceed` only in the last part of this replica."""
+        """Add the gradients of one part of the batch to the sum. Call `proceed` only for this replica's last part."""
         if self._optimizer.pipeline.resumed.is_reduced:  # a trainer has already called `reduced`
             proceed(step)
         else:
@@ -254,7 +254,7 @@ class SumOfParts(ExtensionStage):
             proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
 
     def add(self, step: Step, part: PartOfBatch) -> None:
-        """Add the gradients of the next part to the sum of this replica's parts."""
+        """Add the gradients of the next part of the batch to the sum over this replica's parts."""
         if part.is_first:
             self._subtrees, self._found = Subtrees(), None
         grads, found = self.of_part(step, part)
@@ -267,7 +267,7 @@ class SumOfParts(ExtensionStage):
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
-        """Run the method `local` of all stages on the step of one part, such as clipping by `replica_clipnorm`."""
+        """Run the method `local` of all stages, such as clipping by `replica_clipnorm`, on one part of the batch."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
@@ -300,5 +300,5 @@ def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
 
 
 def first_found(found: Tensor, next_one: Tensor) -> Tensor:
-    """Combine the positions of a non-finite gradient (0: none) of two parts: return the first that is not 0."""
+    """Return the position of the first non-finite gradient (0: none) of two parts, from that of each part."""
     return ops.where(found > 0, found, next_one)

@@ -41,7 +41,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
-# Not compiled: a compiler can run a part with code made for another shape, which rounds differently.
+# Not compiled: a compiler can run a part of the batch with code for another shape, which rounds differently.
 # It can also treat a value that differs between parts as a constant.
 @torch.compiler.disable
 def in_parts(
@@ -65,7 +65,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # A part without rows runs the model on one row that is not counted, because a model needs one to run.
+            # If a part has no rows, run the model on one row and do not count it, because a model needs a row to run.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
@@ -90,7 +90,7 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Yield the logs of `step` on each part of this rank. If losses need sums over parts, first compute these."""
+    """Yield the logs of `step` on each of this rank's parts of a batch. First compute sums that losses divide by."""
 
     def count() -> list[Any]:
         counts = Subtrees()
@@ -129,7 +129,7 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Run a step only up to its loss, without gradients. The loss adds this part to the sums that losses divide by."""
+    """Run a step only up to its loss, without gradients. The loss adds this part's share to its divisor."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
@@ -190,18 +190,18 @@ class PartsStep(TrainStep):
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the update of this batch was skipped, so the state before the batch was restored."""
+    """Whether the update was skipped, so variables were restored to their values before the batch."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
 
 def _copied(data: Any) -> Any:
-    """Copy rows to new memory, because kernels can sum unaligned memory in another order."""
+    """Copy the rows of a part, because kernels can sum in another order if memory is not aligned."""
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 class _State:
-    """The variables that parts change: metrics, moving statistics, seeds, and weights that layers change in their call.
+    """The variables that steps on parts change: metrics, moving statistics, seeds, and weights that layers change.
 
     Args:
         model: the model.
@@ -274,7 +274,7 @@ class _State:
 
     @torch.no_grad()
     def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
-        """Set the variables to their values after the whole batch, from the changes of all parts on all ranks.
+        """Set the variables to their values after the whole batch: add the changes in all parts on all ranks.
 
         Args:
             tree: sums tensors over ranks.

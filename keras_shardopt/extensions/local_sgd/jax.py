@@ -81,7 +81,7 @@ class _LocalStep:
         self._is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
     def run(self, state: Any, data: Any) -> Any:
-        """Return the logs and the new state."""
+        """Return the logs and the new values of all variables, in the order of Keras' training step."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         weights, others, optimizer_state, metrics = state

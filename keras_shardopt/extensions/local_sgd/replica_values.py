@@ -166,13 +166,13 @@ class Rows:
                 for i, v in enumerate(self.of)
             ]
         placement.place(self.stacked, "per_replica")
-        # The weights and moving statistics of the model after the last `show` or `resume`. None: the rows are outdated.
+        # The model's weights and statistics after the last `show` or `resume`. None: the replicas' rows are outdated.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign the mean of rows to weights and statistics, the largest row to counters, the first row to others."""
+        """Assign the mean over replicas to weights and statistics, the largest row to counters, the first to others."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
@@ -195,7 +195,7 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Copy each variable that other code has set to its rows.
+        """If other code has set a variable, copy its value to the rows of all replicas.
 
         If one weight was set, copy all weights. If rows are outdated (see `forget`), copy all variables.
         """
@@ -218,7 +218,7 @@ class Rows:
         self._has_references = True
 
     def forget(self) -> None:
-        """Mark all rows as outdated, because other values were loaded into the variables."""
+        """Mark the rows of all replicas as outdated, because other values were loaded into the variables."""
         self._seen = None
 
     def states(self) -> list[np.ndarray]:
@@ -232,7 +232,7 @@ class Rows:
         ]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set rows to the arrays of `states`. With another number of replicas, mark rows as outdated instead."""
+        """Set all rows to the arrays of `states`. If the number of replicas differs, mark the rows as outdated."""
         stacked = dict(zip(map(id, self.of), self.stacked))
         fits = len(arrays[0]) == self.stacked[0].shape[0]
         trained = {id(v) for v in self._optimizer._trainable_variables}
@@ -256,7 +256,7 @@ def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def largest(rows: np.ndarray) -> np.ndarray:
-    """Return the lexicographically largest row of ints, for counters and for pairs (replica, position)."""
+    """Return the largest row of ints, compared element by element, for counters and for pairs (replica, position)."""
     found: np.ndarray = max(rows, key=lambda row: row.ravel().tolist())
     return found
 

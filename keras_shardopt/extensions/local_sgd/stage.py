@@ -411,7 +411,7 @@ class LocalUpdates(ExtensionStage):
             trained.assign(ops.cast(ops.convert_to_tensor(weight), dtype_of(trained)))
 
     def _forget_nonfinite(self) -> None:
-        """Replace non-finite state by 0 after a skipped sync step. Otherwise all later means would not be finite."""
+        """Replace NaN and infinity in optimizer variables by 0 after a skipped sync step, so they do not spread."""
         self.num_skipped_syncs.assign(self.num_skipped_syncs + 1)
         for variable in self.replica_state:
             if keras.backend.is_float_dtype(variable.dtype):

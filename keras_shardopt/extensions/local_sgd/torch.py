@@ -17,7 +17,7 @@ class LocalStep(TrainStep):
         resume_local(self._session.reducers, begins_epoch)
 
     def after_loss(self) -> None:
-        """Undo changes of moving statistics by a step without rows, before a sync step averages them."""
+        """Undo changes of moving statistics in a step without rows, because a sync step will average the statistics."""
         self.restore_statistics()
 
     def before_reading(self) -> None:

@@ -18,7 +18,7 @@ class NoiseAverages:
         self._momentum = momentum
         self._num_parts = self._num_micro_batches = 1
         self._averages: Variable = (0.0, 0.0, 0.0)
-        # With accumulation, sums over micro-batches since the last update: squared norms (one replica only), and rows.
+        # With accumulation, sums over micro-batches since the last update: squared norms (one replica only), rows.
         self._window: Variable = None
 
     def check(self, optimizer: Any) -> None:
@@ -41,7 +41,7 @@ class NoiseAverages:
             self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
-        """Add the squared norm and the rows of a micro-batch to the sums; if `starts`, set the sums to 0 before."""
+        """Add the squared norm and row count of a micro-batch to the sums. If `starts`, set the sums to 0 before."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
         self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
@@ -69,7 +69,7 @@ class NoiseAverages:
         self._averages.assign(before + ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before)))
 
     def in_parts(self) -> float:
-        """Return the noise scale in parts. NaN with one part, or if the estimate of $|G|^2$ is not positive."""
+        """Return the noise scale in parts of a batch. NaN for one part, or if the estimate of $|G|^2$ is not > 0."""
         return self._ratios()[0]
 
     def in_batches(self) -> float:

@@ -22,7 +22,7 @@ _SPECS: dict[str, Any] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts of a batch. If they are none, the first row instead: a model needs one to run."""
+    """The rows of one replica's parts of a batch. If these are empty, one other row: a model needs one to run."""
 
     batch: Any
     all_rows: tf.Tensor
@@ -91,7 +91,7 @@ def rows_of(data: Any) -> Rows:
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
-    """Return the index of the first row of a part. If rows do not divide evenly, the first parts have one row more."""
+    """Return the batch index of a part's first row. If rows do not divide evenly, the first parts have one row more."""
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 

@@ -125,11 +125,11 @@ class PartsStep(TrainStep):
         return functools.partial(_on_parts, self.model.distribute_strategy, num_parts, function)
 
     def train(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """Run a training step on each part of this replica. Return the logs of the whole batch."""
+        """Run a training step on each of this replica's parts of the batch. Return the logs of the whole batch."""
         return in_parts(self.model, rows_of(data), self.num_parts, trains=True)
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """Run a test step on each part of this replica. A custom `test_step` runs on all its rows at once."""
+        """Run a test step on each of this replica's parts of a batch. Run a custom `test_step` on all rows at once."""
         if self.model.__class__.test_step is keras.Model.test_step:
             return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
         return super().test(real, rows_of(data).of_replica(self.num_parts))
@@ -203,14 +203,14 @@ class _Work:
         self._returned: list[str] = []
 
     def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return a tuple per part of this replica: its index, its first row in `data.batch`, its number of rows."""
+        """Return a tuple for each part of this replica: index, first row in `data.batch`, number of rows."""
         each = parts_of_each(self._num_parts, replicas.num_replicas)
         parts = [tf.convert_to_tensor(replicas.replica_id * each + i) for i in range(each + 1)]
         starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function that computes a part's gradients and variable changes. Losses divide by `counted`."""
+        """Return a function that computes gradients and variable changes of one part. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
@@ -223,7 +223,7 @@ class _Work:
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows.
+            # Each part adds an equal share to the row count in the metric of a mean loss, even if the part has no rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -234,7 +234,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes a part's share of the divisors of losses, such as the sum of a mask.
+        """Return a function that computes the share of one part in the divisors of losses, such as the sum of a mask.
 
         It runs the model forward, but TensorFlow prunes all operations that the counts do not need.
         """
@@ -272,7 +272,7 @@ class _Work:
         return y_pred, loss
 
     def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
-        """Return a part's gradients, its `found_inf` (whether one is not finite), its loss, and its predictions."""
+        """Return gradients of one part of the batch, `found_inf` (whether one is not finite), loss and predictions."""
         if not self._trains:
             y_pred, loss = self._loss(batch)
             return [], None, loss, y_pred
@@ -294,7 +294,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Keep only variables that the part assigned. Raise ValueError if it assigned one that cannot be combined."""
+        """Keep only variables that the step assigned. Raise ValueError if parts cannot be combined for one of them."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
@@ -308,7 +308,7 @@ class _Work:
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
-        """Set the variables to their values after the whole batch, from the parts of all replicas. Return the logs.
+        """Set the variables to their values after the whole batch: combine the parts of all replicas. Return the logs.
 
         Args:
             tree: sums tensors over replicas.
@@ -347,7 +347,7 @@ def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return these tensors of a part, or zeros in their place if the part has no rows."""
+    """Return tensors computed from one part of the batch, or zeros in their place if the part has no rows."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return list(tensors)
