@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 class Reduced(NamedTuple):
-    """The result of a coded reduction."""
+    """The result of a reduction of encoded tensors."""
 
     sums: list[Tensor]
     """The sums over replicas, bitwise equal on all of them."""
@@ -63,7 +63,7 @@ class Compression(Configured):
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the matrix with which the first reduction of a variable starts (`PowerSGD`); None if not needed."""
+        """Return the matrix that a variable's first reduction starts from (`PowerSGD`), or None if it needs none."""
         del variable, position
         return None
 
@@ -145,7 +145,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # Encoding the sum of a slice makes a second error. Its replica adds it to its first errors in this slice.
+        # Encoding the sum of a slice makes a second error. The encoding replica adds it to its errors in the slice.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []

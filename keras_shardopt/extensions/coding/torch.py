@@ -134,7 +134,7 @@ class CodedBucket:
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Return buckets for the gradients of these variables. The last one also sends `num_flags` uncoded numbers."""
+    """Return buckets for the gradients of these variables. The last bucket also sums `num_flags` uncoded numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # Buckets are sent in this order. The backward pass fills the bucket of the first variable last, so it is sent last.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)

@@ -63,7 +63,7 @@ class CodedTransport(Transport):
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The optimizer variables with this replica's coding errors, under the name "residual"."""
+        """The optimizer variables that store this replica's coding errors, under the name "residual"."""
         return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -217,7 +217,7 @@ class Coded(Transfer):
     def reduce_scatter(
         self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Return this replica's slices of the sums of encoded gradients, and the reduced `along`."""
+        """Sum encoded gradients. Return only this replica's slices of the sums or means, and the reduced `along`."""
         del length, dtype
         slices, more = rows, [] if along is None else [along]
         codec, size, me = self.codec, self.comm.num_replicas, self.comm.replica_id

@@ -1,4 +1,4 @@
-"""Local SGD: replicas update independently and average their weights after a number of updates."""
+"""Local SGD: each replica updates with its own gradients, and replicas average their weights after several updates."""
 
 from keras_shardopt.extensions.local_sgd.mixins import local_updates_in
 from keras_shardopt.extensions.local_sgd.settings import LocalSGD

@@ -156,7 +156,7 @@ class _LocalStep:
         return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
 
     def _synced_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
-        """Return moving statistics: their means over replicas after a sync step, otherwise this replica's."""
+        """Return moving statistics: their means over replicas if this step averaged weights, otherwise this replica's."""
         local, optimizer, place = self._local, self._model.optimizer, self._place
         count, last_syncs = updated[place[id(local.count)]], updated[place[id(local.last_syncs)]]
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
@@ -185,7 +185,7 @@ class LocalStep(TrainStep):
         mix_in(self.model, _StacksRows)
 
     def before_step(self) -> None:
-        """Restore each replica's own weights, if the model has the mean weights."""
+        """Restore each replica's own weights, if evaluation or saving has replaced them by the mean."""
         if any(local.stacked for local in local_updates_in([self.model.optimizer])):
             resume_local([self.model.optimizer])
 

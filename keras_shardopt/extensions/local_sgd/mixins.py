@@ -34,7 +34,7 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
 
 
 def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
-    """Restore the weights of each replica, if the mean is in their place. Called before each training step."""
+    """Restore each replica's weights, if the model has their mean. Called before each training step."""
     for local in local_updates_in(reducers):
         local.resume(begins_epoch)
 
@@ -57,7 +57,7 @@ class ResumesLocal(keras.Model):
     train_function: Any
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Make the training function. If weights show the mean, its next call first restores each replica's weights."""
+        """Make the training function. Its next call first restores each replica's weights, if they are averaged."""
         super().make_train_function(*args, **kwargs)
         object.__setattr__(self, _WAS_READ, True)
         if getattr(self.train_function, "func", None) is not _resuming:

@@ -33,7 +33,7 @@ class Copies:
 
     @property
     def is_shown(self) -> bool:
-        """Whether weights have the mean now. False after an update, even if a custom loop did not call `resume`."""
+        """Whether the model has the mean weights now. False after an update, even if no code has called `resume`."""
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
@@ -95,7 +95,7 @@ class Copies:
         self._shown = []
 
     def states(self) -> list[np.ndarray]:
-        """Return an array per variable: the values of all replicas, stacked on axis 0."""
+        """Return an array per variable: the values of all replicas, stacked on axis 0. All processes must call it."""
         own = {id(variable): copies for variable, copies, _ in self._shown if self.is_shown}
         mine = [own.get(id(variable)) or placement.replica_values(variable) for variable in self._variables()]
         if replicas_are_processes():
@@ -202,7 +202,7 @@ class Rows:
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
-        # The weights that sync steps have left in the model.
+        # The weights that the model has had since the last sync step.
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]
         is_known = self._has_references and all(map(_is_same, left, now))
         is_known |= not is_stale and all(map(_is_same, self._seen or (), now))
@@ -267,5 +267,5 @@ def _mean(rows: np.ndarray) -> np.ndarray:
 
 
 def replicas_are_processes() -> bool:
-    """Whether each replica is a process that runs Python in each update (PyTorch), instead of a traced program."""
+    """Whether each replica is a process that runs Python code in each update (PyTorch), not a traced program."""
     return placement.state_sharding == "slices"

@@ -128,7 +128,7 @@ class LocalSGD(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage that runs local updates and sync steps."""
+        """Return the stage that updates with each replica's own gradients, and averages weights in sync steps."""
         return [LocalUpdates(self, options, context)]
 
     @property
@@ -139,14 +139,14 @@ class LocalSGD(Extension):
 
     @property
     def warmup_steps(self) -> int:
-        """The number of initial synchronous updates."""
+        """The number of initial updates with gradients averaged over replicas (the warm-up)."""
         if self.warmup is not None:
             return self.warmup
         return 0 if self.outer_optimizer is None else _WARMUP_SYNCS * int(self.updates_per_sync(0))
 
 
 def _checked(outer_optimizer: Any) -> Any:
-    """Create the outer optimizer from its name or config. Raise ValueError if sync steps do not support it."""
+    """Create an outer optimizer from its name or config. Raise ValueError if `LocalSGD` does not support it."""
     outer = get_optimizer(outer_optimizer, "LocalSGD", "outer_optimizer")
     wraps = isinstance(outer, (Wrapping, keras.optimizers.LossScaleOptimizer)) or hasattr(outer, "optimizers")
     if wraps or outer.gradient_accumulation_steps or outer.built:

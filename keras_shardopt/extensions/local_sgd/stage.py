@@ -65,7 +65,7 @@ class LocalUpdates(ExtensionStage):
         self.last_syncs: Variable = None
         """The value of `count` at the last sync step of each fragment, shape `(num_fragments,)`."""
         self.num_skipped_syncs: Variable = None
-        """The number of sync steps that were skipped because mean weights were not finite."""
+        """The number of sync steps that kept the reference weights, because the mean weights were not finite."""
         self.references: list[Variable] = []
         self.fragments: list[list[int]] = []
         """For each fragment (group of weights with its own sync steps), the positions of its trainable variables."""
@@ -74,7 +74,7 @@ class LocalUpdates(ExtensionStage):
         """Averages `reference - weight` over replicas, with the compression of the optimizer."""
         self.reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
-        """The moving statistics of the model, which are averaged over replicas when read."""
+        """The moving statistics of the model. Code that reads the model gets their means over replicas."""
         self._known_count, self._known_syncs = Known(), Known()
         self.replica_values: Copies | Rows = Copies(self, optimizer)
         """Keeps the values of each replica while the model has the mean weights."""
@@ -145,7 +145,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restored(self) -> list[Variable]:
-        """The model variables, except moving statistics, that are restored if an update is skipped. These are seeds."""
+        """The seeds of the model: variables, except moving statistics, that are restored if an update is skipped."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -223,7 +223,7 @@ class LocalUpdates(ExtensionStage):
             runtime.cond(condition, make_branch(is_warmup), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Update this replica, then run the sync steps that are due."""
+        """Update this replica's weights, then average the weights of each fragment with a sync step due now."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:
@@ -277,7 +277,7 @@ class LocalUpdates(ExtensionStage):
         self.last_syncs.assign(ops.stack([ops.cast(first, self.last_syncs.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """Return the number of updates until the next sync step if the last was at `since` (negative: none yet)."""
+        """Return the number of updates from a sync step at update `since` (negative: none yet) to the next one."""
         start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
@@ -294,7 +294,7 @@ class LocalUpdates(ExtensionStage):
             self._sync(number, count, shares)
 
     def _sync(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
-        """Average the weights of a fragment. All replicas call this in the same update.
+        """Average the weights of a fragment (group of weights). All replicas call this in the same update.
 
         To average moving statistics as well, pass this replica's `row_share` in `shares`.
         """
@@ -355,7 +355,7 @@ class LocalUpdates(ExtensionStage):
         return self.transport.means(comm, positions, moved, count)
 
     def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """Return the mean over replicas of moving statistics, for a sync step on JAX; with `row_share` 0, `values`."""
+        """Return the means over replicas of moving statistics (on JAX). Return `values` if `row_share` is 0."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
@@ -401,7 +401,7 @@ class LocalUpdates(ExtensionStage):
                 reference.assign(reference - mean)
 
     def _set_weight(self, i: int, weight: Variable, reference: Variable) -> None:
-        """Assign the reference to a weight, and to the trained variable if this weight is its master weight."""
+        """Assign the reference to a weight, and to the trained variable if `weight` is its master weight."""
         weight.assign(ops.cast(ops.convert_to_tensor(reference), dtype_of(weight)))
         if weight.constraint is not None:
             weight.assign(weight.constraint(weight))
@@ -422,17 +422,17 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def weights_differ(self) -> bool:  # type: ignore[override]
-        """Whether replicas have different weights now. Not for code inside a step."""
+        """Whether replicas have different weights now. Call it only outside of a training step."""
         return self.count is not None and not self.replica_values.is_shown and bool(self.unsynced())
 
     @property
     def num_updates(self) -> int:
-        """The number of updates, for code outside of a step."""
+        """The number of updates. Read it only outside of a training step."""
         return int(ops.convert_to_numpy(self.count))
 
     @property
     def unsent(self) -> list[Variable]:
-        """The compression errors of this replica, which the next sync step adds."""
+        """The compression errors of this replica. The next sync step adds them to the weight changes that it sends."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def unsynced_statistics(self) -> list[Variable]:
@@ -458,13 +458,13 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.resume(begins_epoch)
 
     def restart(self) -> None:
-        """Use the current weights, which must be equal on all replicas, as reference weights, as after a sync step."""
+        """Continue as after a sync step from the current weights, which must be equal on all replicas."""
         self.set_references()
         self._schedule_syncs(self.num_updates)
         self.transport.reset()
 
     def stack(self) -> None:
-        """Create the variables with a row per replica, for replicas that share variables. Later calls do nothing."""
+        """Create the variables with a row per replica (`Rows`, for JAX). Later calls do nothing."""
         if self.count is not None and isinstance(self.replica_values, Copies):
             self.replica_values = Rows(self, self._optimizer)
 
@@ -475,7 +475,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores the state of skipped updates: True if variables have a row per replica (JAX)."""
+        """Whether this stage restores variables after skipped updates. True if they have a row per replica (on JAX)."""
         return bool(self.stacked)
 
     @property

@@ -13,6 +13,6 @@ class LocalStep(TrainStep):
     averages_statistics = False
 
     def prepare(self) -> None:
-        """Make methods that read weights get the mean over replicas, and training continue from each replica's own."""
+        """Give methods that read weights the mean over replicas, and training steps each replica's own weights."""
         mix_in(self.model, ShowsMean)
         mix_in(self.model, ResumesLocal)

@@ -13,7 +13,7 @@ class LocalStep(TrainStep):
     """A step in which each rank continues from its own weights."""
 
     def before_step(self, begins_epoch: bool) -> None:
-        """Restore this rank's own weights, if the model has the mean weights."""
+        """Restore this rank's own weights, if evaluation or saving has replaced them by the mean."""
         resume_local(self._session.reducers, begins_epoch)
 
     def after_loss(self) -> None:
@@ -31,7 +31,7 @@ class LocalStep(TrainStep):
                 local.restart()
 
     def end_epoch(self, is_call: bool) -> None:
-        """Average buffers. In a call of `fit`, assign the mean weights. Sync steps average moving statistics."""
+        """Average buffers over ranks. In a call of `fit`, also assign the mean over ranks to the weights."""
         if is_call:
             self._session.look(self._session)
         average(buffers_of(self._session.model), self._session.ranks)
