@@ -127,7 +127,7 @@ class _Call:
         return list(self._sums.values())
 
 
-_running = threading.local()  # TensorFlow runs each replica's step in a thread
+_running = threading.local()  # per thread, because TensorFlow runs each replica's step in a thread
 
 
 def _replication() -> _Replication | None:
@@ -216,7 +216,7 @@ class Tower(OptimizerWrapper):
             super().update_inner(call.grads, call.variables)
 
     def _on_outer_loss_scaling(self) -> None:
-        # Raise no error here, because updates outside `replicate` are still correct. Inside, they raise one.
+        # Raise no error here, because updates outside `replicate` are correct. Inside, `_check_is_outermost` raises.
         self._is_in_loss_scaling = True
         super()._on_outer_loss_scaling()
 

@@ -103,7 +103,7 @@ class VariableClipping(OptimizerWrapper):
             if dims is None or grad is None:
                 continue
             if is_sparse(grad) and 0 not in dims:
-                # If an index is repeated, its row is assigned several times, with the same values.
+                # A repeated index does no harm: its row is assigned several times, with the same values.
                 rows = _clipped(ops.take(variable, grad.indices, axis=0), dims, self.max_norm)
                 self.assign(variable, type(grad)(rows, grad.indices, grad.dense_shape))
             else:
@@ -160,7 +160,7 @@ class VariableClipping(OptimizerWrapper):
 
 def _clipped(value: Tensor, dims: tuple[int, ...], max_norm: float) -> Tensor:
     wide = in_float32(value)
-    # `ops.abs` without dims, because frameworks differ in a sum over no axes.
+    # Without dims, use `ops.abs`, because frameworks differ in a sum over no axes.
     norm = ops.sqrt(ops.sum(ops.square(wide), axis=dims, keepdims=True)) if dims else ops.abs(wide)
     return ops.cast(wide * factor_within(norm, max_norm), dtype_of(value))
 

@@ -32,7 +32,7 @@ class CommunicationReport:
     """The bytes to reduce the same gradients uncompressed in float32."""
 
     num_updates: int = 1
-    """The number of updates that these collectives serve: with `LocalSGD`, the updates per sync step."""
+    """The number of updates that send `collectives` together: with `LocalSGD`, the updates per sync step."""
 
     @property
     def bytes_per_update(self) -> float:

@@ -187,7 +187,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     # -- building and files --------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates the state of the stages and the inner optimizer for these trainable variables."""
+        """Creates the variables of the stages and of the inner optimizer for these trainable variables."""
         variables = list(variables)
         if not self.built:
             self.peers.before_build(variables)
@@ -201,7 +201,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The own variables that files store: those of extensions. Files omit an unfinished accumulation window."""
+        """This optimizer's own variables in files: those of extensions. Files omit unfinished accumulation windows."""
         return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property
@@ -225,7 +225,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Makes the gradients global and updates with them; with accumulation, only after the last micro-batch."""
+        """Reduces gradients over replicas, and updates with the result. Accumulates first, if set."""
         if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:

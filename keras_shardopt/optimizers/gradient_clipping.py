@@ -224,7 +224,7 @@ def _is_numbers(value: Any) -> bool:
         return True
     try:
         array = np.asarray(value)
-    except Exception:  # lists of unequal lengths, objects with a custom `__array__`
+    except Exception:  # raised for lists of unequal lengths, or by a custom `__array__`
         return False
     return array.dtype.kind in "fiu" or "float" in str(array.dtype)
 

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
 
 _INT = "int"  # the backend's int type, as for Keras' counters
 
-# For each parameter: OpenSeq2Seq's default, the type (as there, a float must not be an int), and the valid range.
+# For each parameter: OpenSeq2Seq's default, the type (like there, no int for a float), and the valid range.
 _Rule = tuple[Any, type, Callable[[Any], bool], str]
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
 _DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
@@ -124,7 +124,7 @@ class AutomaticLossScaler:
             return [("loss_scale", params["scale_max"], "float32"), ("good_steps", 0, _INT)]
         scale = 1.0 if self.faithful else min(max(1.0, params["scale_min"]), params["scale_max"])
         means = [(name, 0.0, "float32") for name in ("mean", "slow_mean", "slow_mean_square")]
-        # One minus the sum of the weights in a running mean: the bias correction.
+        # 1 minus the sum of the weights in a running mean. `_logmax` divides by this sum, because means start at 0.
         remaining = [(name, 1.0, "float32") for name in ("left_of_mean", "left_of_slow_mean")]
         return [("loss_scale", scale, "float32"), *means, *remaining]
 
@@ -216,7 +216,7 @@ class AutomaticLossScaler:
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
-        """Whether a good step would only increment the counter. False if that is not cheap to check."""
+        """Whether a step without overflow would only increment the counter. False if reading that is not cheap."""
         if self.algorithm != "Backoff":
             return False
         counter = self._state[-1]
@@ -225,7 +225,7 @@ class AutomaticLossScaler:
         return int(value) + 1 < self.params["step_window"]
 
     def _count_if_good(self, grads: Gradients) -> bool:
-        """Counts the step and returns True if one cheap check shows that it only increments the counter."""
+        """If one cheap check shows that this step only increments the counter, increments it and returns True."""
         if type(self) is not AutomaticLossScaler or not self._may_only_count() or not _are_surely_finite(grads):
             return False
         self._state[-1].assign_add(1)

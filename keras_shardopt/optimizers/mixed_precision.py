@@ -97,7 +97,7 @@ class MixedPrecision(ScaledUpdate):
     _scale_argument = "loss_scale"
 
     _masters: Mapping[Any, tuple[Variable, Variable]] = {}
-    """The low-precision variables and their master weights, by the key of the variable."""
+    """The low-precision variables and their master weights, by Keras' `_var_key` of the variable."""
 
     _excluded: tuple[list[Variable] | None, Sequence[str] | None] | None = None
     _loss_came_before_build = False
@@ -137,7 +137,7 @@ class MixedPrecision(ScaledUpdate):
             var_list, var_names = self._excluded
             masters = None if var_list is None else self._variables_inside(var_list)
             super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
-        # A constant scale also skips overflows. Without a scale, only float16 weights can overflow.
+        # A constant scale also skips (and counts) overflows. Without a scale, only float16 weights can overflow.
         if self._scaler is None and (self._static is not None or any(dtype_of(v) == "float16" for v in variables)):
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
         super().build(variables)
@@ -146,8 +146,7 @@ class MixedPrecision(ScaledUpdate):
                 variable.regularizer = _OnMaster(variable.regularizer, self)
 
     def _new_master(self, variable: Variable) -> Variable:
-        # Use an initializer: TensorFlow may build while it traces a step, and would then repeat an assignment in every
-        # step.
+        # Not an assignment: TensorFlow may build while it traces a step, and would repeat an assignment in every step.
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
             return ops.cast(variable, "float32")
 
@@ -165,7 +164,7 @@ class MixedPrecision(ScaledUpdate):
         return master
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Returns the master weight of each variable, or the variable if it has none."""
+        """Returns the master weight of each variable, or the variable itself if it has no master weight."""
         masters = self._masters
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
@@ -177,7 +176,7 @@ class MixedPrecision(ScaledUpdate):
     ) -> None:
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         if self.built:
-            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises
+            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises: too late
         self._excluded = (None if var_list is None else list(var_list), var_names)
 
     @runtime.no_autograph
@@ -207,7 +206,7 @@ class MixedPrecision(ScaledUpdate):
         return self._scales_loss and not self._masters
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Synchronizes master weights with changed variables, updates them, and writes them back."""
+        """Copies changes by other code to the master weights, updates these, and rounds them to the variables."""
         pairs = self._masters
         for variable, master in pairs.values():
             master.assign(_synchronized(master, variable))
@@ -274,7 +273,7 @@ _updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", defa
 
 @contextlib.contextmanager
 def updating_with(optimizer: Optimizer) -> Iterator[None]:
-    """Sets the optimizer that the loss is computed for, if it is not the one of a model's `compile`."""
+    """In the block, sets the optimizer that the loss is computed for, if `model.compile` has set another one."""
     token = _updating.set(optimizer)
     try:
         yield
@@ -298,7 +297,7 @@ class _OnMaster(keras.regularizers.Regularizer):
         return ops.stop_gradient(penalty) if self._owner_updates() else penalty
 
     def _owner_updates(self) -> bool:
-        """Whether the owner is, or is inside, the optimizer of the model that computes its loss now."""
+        """Whether the optimizer that trains on the current loss is the owner, or a wrapper around it."""
         owner = self._owner()
         if owner is None:
             return False

@@ -26,7 +26,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def rate_at(self, steps: StepCount) -> Tensor:
-        """Returns the rate, in `steps.dtype`. Subclasses implement it."""
+        """Returns the rate, in `steps.dtype`. Subclasses implement this method."""
         raise NotImplementedError
 
     def __call__(self, step: Any) -> Tensor:
@@ -203,7 +203,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 
 
 def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Returns the schedule for `identifier` (see `get`), which another schedule got as its argument `argument`."""
+    """Returns `get(identifier)`. Errors name `argument`: the argument of another schedule with this value."""
     try:
         return get(identifier)
     except (TypeError, ValueError) as error:
@@ -212,7 +212,7 @@ def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningR
 
 def at_least_float32(dtype: str) -> str:
     """Returns "float64" for "float64", and "float32" for the other float dtypes."""
-    # `keras.backend.result_type` would return float32 for float64 on JAX and PyTorch.
+    # Not `keras.backend.result_type`, because it returns float32 for float64 on JAX and PyTorch.
     return dtype if dtype == "float64" else "float32"
 
 

@@ -90,7 +90,7 @@ class StepCount:
         period = self._constant(numerator)
         whole, rest = self._value // period, self._value % period
         if denominator != 1:
-            # `step * denominator` could overflow, but the remainder of the step modulo the numerator is small enough.
+            # `step * denominator` could overflow. `rest * denominator` cannot: `rest` is less than the numerator.
             rest = rest * denominator
             whole, rest = whole * denominator + rest // period, rest % period
         return self._with(whole), self._on_device(rest, self.dtype) / float(numerator)
@@ -105,14 +105,14 @@ class StepCount:
         return ops.prod(chosen, axis=-1, dtype=self.dtype)
 
     def number(self) -> Tensor:
-        """Returns the step as a float. In float32 it is exact up to 2**24, and rounded above."""
+        """Returns the step as a float. In float32, the result is exact up to 2**24, and rounded above."""
         return self._on_device(self._value, self.dtype)
 
     def _passed_and_left(self, length: float) -> tuple[Tensor, Tensor]:
         whole = min(math.floor(length), self._largest)
         passed = self._at_most(whole)
         left = self._on_device(whole - passed, self.dtype)
-        beyond = length - whole  # a fraction of a step, or steps beyond int32
+        beyond = length - whole  # a fraction of a step, or the steps beyond the dtype's range
         if beyond:
             left = ops.where(self.exceeds(whole), 0.0, left + float(beyond))
         return self._on_device(passed, self.dtype), left

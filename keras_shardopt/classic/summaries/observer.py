@@ -159,7 +159,7 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # A function, called only if a measurement needs gradients, because a traced branch keeps its inputs in memory.
+        # A function that only measurements call, because a traced branch would keep gradients as inputs in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
