@@ -36,8 +36,8 @@ class TwoPhases:
         `keras.losses` divide by the number of replicas, and so their gradients are smaller by this factor. With a plain
         `ops.mean`, they are the same as on other backends.
 
-        Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss,
-        gradients from other code need `scale_loss` as usual; that call also marks them as scaled.
+        Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss, gradients
+        from other code need `scale_loss` as usual; that call also marks these as scaled.
 
         Args:
             loss: a function without arguments that returns a scalar tensor.

@@ -1,8 +1,8 @@
 """Arithmetic on step counts that rounds only once, at the end.
 
 float32 represents whole numbers exactly only up to 2**24 = 16,777,216. Therefore steps are compared, subtracted and
-divided as integers, and only a ratio becomes a float. An elapsed or
-remaining fraction of a span is computed from the smaller of both parts, so it is precise at both ends of the span.
+divided as integers, and only a ratio becomes a float. An elapsed or remaining fraction of a span is computed from the
+smaller of the two, so it is precise at both ends of the span.
 
 Arithmetic on Python and NumPy integers uses NumPy, because JAX and Keras on PyTorch would truncate them to 32 bits.
 For tensors, use only operators and `ops.where`, because `ops.minimum`, `ops.maximum`, `ops.floor_divide` and `ops.prod`
