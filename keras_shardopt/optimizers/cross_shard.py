@@ -225,7 +225,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Reduces gradients over replicas, and updates with the result. With accumulation, only in the last micro-batch."""
+        """Reduces gradients over replicas, and updates. With accumulation, does so only in the last micro-batch."""
         if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
