@@ -39,6 +39,10 @@ class Recorder:
         """Record no more until `start`, and keep the seconds."""
         self._seconds = self.stop()
 
+    def is_active(self) -> bool:
+        """Whether this recorder records now, and no other."""
+        return _active is self
+
     def change(self, phase: str | None) -> None:
         """Begin a phase inside the running one, or end the running one (None)."""
         if threading.get_ident() == self._thread:

@@ -115,12 +115,16 @@ def _others(values: np.ndarray) -> np.ndarray:
     return np.stack([np.median(np.delete(values, i, -2), -2) for i in range(values.shape[-2])], -2)
 
 
-def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool) -> tuple[str, str]:
-    """Describe the shares of a mean step, and how processes differ, in one line each."""
+def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool, is_compared: bool = True) -> tuple[str, str]:
+    """Describe the shares of a mean step, and how processes differ, in one line each.
+
+    `is_compared` is false before enough windows for a comparison have ended.
+    """
     total, mean = seconds_per_step(table), table.mean(axis=0)
     names = ("input", "step" if is_hidden else "forward and backward", *PHASES[2:])
     parts = [f"{name} {value / total:.0%}" for name, value in zip(names, mean) if value > 0.005 * total]
     own = ", ".join(f"{seconds * 1e3:.3g}" for seconds in own_seconds(table))
-    compared = f"No rank is slow. Own ms per step, by rank: {own}." if slow is None else f"Slow: {slow}. {slow.fix}"
+    verdict = "No rank is slow." if is_compared else "Too few windows to compare."
+    compared = f"{verdict} Own ms per step, by rank: {own}." if slow is None else f"Slow: {slow}. {slow.fix}"
     shares = f"{total * 1e3:.3g} ms per step: {', '.join(parts)}."
     return shares, compared if len(table) > 1 else "One process, so no other to compare with."

@@ -20,7 +20,9 @@ from keras_shardopt.backends.phases import Recorder, timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.callbacks import slow_ranks
 from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
+from keras_shardopt.checkpoint.saving import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
+from keras_shardopt.fit.stateful import stateful_layers
 
 # The time of a message to process 0, and the framework's profiler.
 _measuring: Any = for_backend(
@@ -54,8 +56,9 @@ class StepReport(keras.callbacks.Callback):
     validation does not count. A warning names a slow process and its slow phase, once per `fit`.
 
     Compiled steps and GPUs hide their phases. There, each process also times forward passes of
-    `model.predict_on_batch` in each window, if the model has one input. To find a slow network, each process times
-    messages to process 0. This needs three or more processes, and does not find process 0. See
+    `model.predict_on_batch` in each window, if the model has one input of known shape and no stateful RNN. To find a
+    slow network, each process times messages to process 0. This needs three or more processes, and does not find
+    process 0. If `steps_per_execution` is above 1, an execution counts as one batch. See
     [which rank is slow](../slow_rank.md).
 
     Args:
@@ -110,6 +113,7 @@ class StepReport(keras.callbacks.Callback):
         self.slow: Slow | None = None
         """The slow process of the last `fit`: its `rank`, `phase`, `seconds`, and those of the `others`. Or None."""
         self._recorder = Recorder("callbacks")
+        self._is_paused = False
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
         self._end_profile: Callable[[], None] = lambda: None
 
@@ -120,6 +124,7 @@ class StepReport(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts to measure."""
+        self._stop_profile()
         self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
         if self._is_shared and not is_prepared(self._trained):
             raise ValueError(
@@ -131,19 +136,27 @@ class StepReport(keras.callbacks.Callback):
         self._is_compiled = any(runtime.version(weight) is None for weight in weights)
         self._is_hidden = self._is_compiled or not all(runtime.is_cheap_to_read(each.value) for each in weights)
         self._inputs = (getattr(self._trained, "inputs", None) or []) if self._is_hidden else []
+        is_known = len(self._inputs) == 1 and None not in self._inputs[0].shape[1:]
+        if not is_known or self._inputs[0].dtype == "string" or stateful_layers(self._trained):
+            self._inputs = []  # no shape to compare with, or a state that a forward pass would change
         self._has_compiled_forward = False
         self._timed: Any = None
-        self._num_steps = self._num_in_window = 0
+        self._num_steps = self._num_in_window = self._most = 0
         self._tables: list[tuple[np.ndarray, int]] = []
         self._of_epoch: list[tuple[np.ndarray, int]] = []
         self.slow = None
-        if self.log_dir is not None and self._rank == 0:
-            self._write = event_writer(self.log_dir)
+        with raising_together():
+            if self.to is not None and self._rank == 0:
+                open(self.to, "a", encoding="utf-8").close()  # an error now, not after many steps
+            if self.log_dir is not None and self._rank == 0:
+                self._write = event_writer(self.log_dir)
         self._recorder = Recorder("callbacks")
         self._recorder.start()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends a window after `every` batches."""
+        if not self._recorder.is_active():
+            raise ValueError("One `fit` can have one `StepReport`. Received: another one in `callbacks`. Remove one.")
         if self._timed is None or self._trained.train_function is not self._timed:
             self._timed = self._timing(self._trained.train_function)
             self._trained.train_function = self._timed
@@ -165,17 +178,22 @@ class StepReport(keras.callbacks.Callback):
             self._close_window()
         if self._of_epoch and self._rank == 0:
             tables, nums = zip(*self._of_epoch)
-            for line in slow_ranks.summary(np.average(tables, axis=0, weights=nums), self.slow, self._is_hidden):
+            mean, is_compared = np.average(tables, axis=0, weights=nums), len(self._tables) == self.windows
+            for line in slow_ranks.summary(mean, self.slow, self._is_hidden, is_compared):
                 print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
         self._of_epoch = []
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Pauses during a validation."""
-        self._recorder.pause()
+        self._is_paused = self._recorder.is_active()
+        if self._is_paused:
+            self._recorder.pause()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Continues after a validation."""
-        self._recorder.start()
+        if self._is_paused:
+            self._recorder.start()
+        self._is_paused = False
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Stops measuring."""
@@ -193,18 +211,23 @@ class StepReport(keras.callbacks.Callback):
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a training function that measures its phases."""
+        real = getattr(real, "real", real)  # an error can have ended a `fit` before `on_train_end`
         waits = self._is_compiled and self._is_shared
+        takes_batch = self._trained.steps_per_execution == 1  # otherwise a compiled loop takes several
 
         @timed("step")
-        def train_function(*args: Any) -> Any:
+        def measured(*args: Any) -> Any:
             *state, data = args
-            if hasattr(data, "__next__"):  # JAX and TensorFlow take the batch inside
+            if takes_batch and hasattr(data, "__next__"):  # JAX and TensorFlow take the batch inside
                 with timed("input"):
                     data = itertools.chain([next(data)], _timed_input(data))
             found = real(*state, data)
             if waits:  # processes wait for each other before the next step anyway
                 keras.tree.map_structure(keras.ops.convert_to_numpy, found[0] if state else found)
             return found
+
+        def train_function(*args: Any) -> Any:
+            return measured(*args) if self._recorder.is_active() else real(*args)
 
         train_function.real = real  # type: ignore[attr-defined]
         return train_function
@@ -217,7 +240,8 @@ class StepReport(keras.callbacks.Callback):
             mine[-2:] = self._seconds_of_forward(), min(_measuring.seconds_of_message() for _ in range(3))
         table = slow_ranks.table_of(processes.gather_objects(mine) if self._is_shared else [mine])
         self._of_epoch.append((table, num))
-        if num == self.every or num >= self._num_steps // 2:  # not the short rest of an epoch
+        self._most = max(self._most, num)
+        if num >= self._most // 2:  # not the short rest of an epoch
             self._tables = [*self._tables, (table, num)][-self.windows :]
         if self.slow is None and len(self._tables) == self.windows:
             self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden)
@@ -229,11 +253,11 @@ class StepReport(keras.callbacks.Callback):
         self._recorder.start()
 
     def _seconds_of_forward(self) -> float:
-        """Return the shortest time of three forward passes on this process only; 0 if they are not needed."""
-        if len(self._inputs) != 1:
+        """Return the shortest time of three forward passes on this process only; 0 if there are none."""
+        if not self._inputs:
             return 0.0
         num_rows, *shape = self._inputs[0].shape
-        rows = np.zeros([num_rows or _NUM_ROWS, *[size or 1 for size in shape]], self._inputs[0].dtype)
+        rows = np.zeros([num_rows or _NUM_ROWS, *shape], self._inputs[0].dtype)
         found: list[float] = []
         for _ in range(3 if self._has_compiled_forward else 4):
             begin = time.perf_counter()

@@ -56,7 +56,7 @@ def plot_step_report(path: str | os.PathLike[str]) -> Any:
         if lengths.any():
             ax.barh(range(len(mean)), lengths, left=starts, color=color, label=phase)
         starts += lengths
-    slow = next((window["slow"] for window in reversed(windows) if window["slow"]), None)
+    slow = windows[-1].get("slow")
     ax.set(xlabel="ms per step", yticks=range(len(mean)), yticklabels=[f"rank {i}" for i in range(len(mean))])
     ax.set_title(slow["words"] if slow else "No rank is slow", fontsize="medium")
     ax.invert_yaxis()

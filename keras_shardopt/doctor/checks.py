@@ -156,7 +156,7 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
         if missing and variables[name] != "1":
             start = "Start the program with `python -m keras_shardopt.launch`, or set all of them."
             yield Finding(ERROR, f"{name}={variables[name]} without {', '.join(missing)}", start)
-        if _READERS[name] != process["framework"]:
+        if _READERS[name] != process["framework"] and variables[name] != "1":
             fix = f"Unset {name}, or set KERAS_BACKEND={_READERS[name].lower().replace('py', '')} in all processes."
             yield Finding(ERROR, f"{name} is for {_READERS[name]}, and Keras uses {process['framework']}", fix)
     if len(jobs) > 1:
@@ -169,7 +169,7 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
         yield Finding(ERROR, text, "Number the processes from 0 to the number of processes minus 1.")
     try:
         task = json.loads(variables.get("TF_CONFIG", '{"cluster": {"worker": [0]}, "task": {"index": 0}}'))
-        task["cluster"]["worker"][task["task"]["index"]]
+        task["cluster"][task["task"].get("type", "worker")][task["task"]["index"]]
     except (ValueError, LookupError, TypeError) as error:
         text = f"TF_CONFIG is no valid description of a worker ({type(error).__name__}: {error})"
         yield Finding(

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -89,9 +90,17 @@ def _place() -> tuple[int, int]:
             number = variables["KERAS_DISTRIBUTION_NUM_PROCESSES"], variables.get("KERAS_DISTRIBUTION_PROCESS_ID", 0)
             return int(number[0]), int(number[1])
         if "TF_CONFIG" in variables:
-            config = json.loads(variables["TF_CONFIG"])
-            return len(config["cluster"]["worker"]), int(config["task"]["index"])
+            addresses, rank = _tf_tasks()
+            return len(addresses), rank
     return (1, 0) if task is None else (task.size, task.rank)
+
+
+def _tf_tasks() -> tuple[list[str], int]:
+    """Return the addresses of TensorFlow's processes, the chief's first if there is one, and the number of this one."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    chiefs = config["cluster"].get("chief", [])
+    is_chief = config["task"].get("type") == "chief"
+    return [*chiefs, *config["cluster"].get("worker", [])], int(config["task"]["index"]) + len(chiefs) * (not is_chief)
 
 
 def _versions() -> dict[str, str]:
@@ -109,7 +118,12 @@ def _keras() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    shown = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    return {
+        name: re.sub("//[^/@]*@", "//...@", value)  # user and password of a proxy
+        for name, value in shown.items()
+        if not re.search("KEY|PASSW|SECRET|TOKEN|CREDENTIAL|_URL", name)
+    }
 
 
 def _cores() -> Facts:
@@ -193,8 +207,7 @@ def _addresses() -> list[Facts]:
     if "KERAS_DISTRIBUTION_JOB_ADDRESSES" in variables:
         named.append((variables["KERAS_DISTRIBUTION_JOB_ADDRESSES"].partition(",")[0], rank == 0))
     with contextlib.suppress(LookupError, ValueError, TypeError):
-        workers = json.loads(variables["TF_CONFIG"])["cluster"]["worker"]
-        named += [(address, number == rank) for number, address in enumerate(workers)]
+        named += [(address, number == rank) for number, address in enumerate(_tf_tasks()[0])]
     found = []
     for address, serves in named:
         host, _, port = address.rpartition(":")
@@ -234,7 +247,7 @@ def _files(path: str) -> Facts:
             with open(old, "rb") as reader:  # an open reader must keep the old content
                 os.replace(new, old)
                 found["renames"] = reader.read() == b"old" and old.read_bytes()[:3] == b"new" and not new.exists()
-            with contextlib.suppress(ImportError), open(old) as file:
+            with contextlib.suppress(ImportError), open(old, "rb+") as file:
                 import fcntl
 
                 try:

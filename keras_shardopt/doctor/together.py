@@ -46,7 +46,7 @@ def examine(mine: Facts, seconds: float, store: Callable[[list[Facts]], None]) -
         }
         token = facts_of_all(secrets.token_hex(4))[0]
         measurements: dict[str, Callable[[], Any]] = {
-            "shares": lambda: _processes_in(mine["files"]["path"], token, world.process_id),
+            "shares": lambda: _processes_in(mine.get("files", {}).get("path"), token, world.process_id),
             "memory_speed": _memory_speed,
         }
         module = for_backend(_REDUCERS)
@@ -64,9 +64,9 @@ def facts_of_all(value: Any) -> list[Any]:
     return processes.gather_objects(value)
 
 
-def _processes_in(path: str, token: str, process: int) -> list[int]:
+def _processes_in(path: str | None, token: str, process: int) -> list[int]:
     """Return the numbers of the processes for which `path` is the same directory as for this process."""
-    files = [pathlib.Path(path, f".doctor-{token}-{i}") for i in range(len(facts_of_all(None)))]
+    files = [pathlib.Path(path or os.devnull, f".doctor-{token}-{i}") for i in range(len(facts_of_all(None)))]
     with contextlib.suppress(OSError):
         files[process].touch()
     facts_of_all(None)

@@ -167,3 +167,51 @@ def test_the_picture_has_a_bar_per_rank(tmp_path):
 def test_a_profile_needs_a_path():
     with pytest.raises(ValueError, match="`profile_step` needs a path `to`"):
         ks.callbacks.StepReport(profile_step=3)
+
+
+def compiled():
+    model = problem.model()
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.01)), "mse")
+    return model
+
+
+def fit(model, *callbacks, epochs=1):
+    model.fit(*problem.data(12), batch_size=problem.BATCH_SIZE, epochs=epochs, callbacks=list(callbacks), verbose=0)
+
+
+def test_epochs_shorter_than_a_window_are_compared(capsys):
+    report = ks.callbacks.StepReport(every=100)
+    fit(compiled(), report, epochs=6)
+    assert len(report._tables) == 3 and {num for _, num in report._tables} == {12}
+
+
+@pytest.mark.neutral
+def test_nothing_is_said_of_ranks_before_they_are_compared():
+    (_, early), (_, late) = (slow_ranks.summary(window(), None, False, is_compared) for is_compared in (False, True))
+    assert early.startswith("Too few windows to compare.") and late.startswith("No rank is slow.")
+
+
+def test_a_second_report_is_refused():
+    with pytest.raises(ValueError, match="One `fit` can have one `StepReport`"):
+        fit(compiled(), ks.callbacks.StepReport(), ks.callbacks.StepReport())
+
+
+def test_a_folder_that_is_missing_is_an_error_before_the_first_step(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        fit(compiled(), ks.callbacks.StepReport(to=tmp_path / "missing" / "steps.jsonl"))
+
+
+def test_after_an_error_nothing_is_measured_in_a_later_fit(capsys):
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("stopped")
+
+    model, report = compiled(), ks.callbacks.StepReport(every=5)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(model, Fails(), report)
+    again = ks.callbacks.StepReport(every=5)
+    fit(model, again)  # ends, so it restores the training function below the wrapper that the error left
+    assert not hasattr(model.train_function, "real") and not report._recorder.is_active()
+    report.model.evaluate(*problem.data(1), batch_size=problem.BATCH_SIZE, callbacks=[report], verbose=0)
+    assert not report._recorder.is_active()

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import json
 import time
 
 import pytest
@@ -181,8 +182,12 @@ def test_a_collector_that_hangs_leaves_the_facts_of_others(monkeypatch, tmp_path
 
 def test_secrets_are_not_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("KERAS_HUB_KEY", "hidden")
+    monkeypatch.setenv("TORCHSERVE_TOKEN", "hidden")
+    monkeypatch.setenv("http_proxy", "http://user:hidden@proxy:3128")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     found = facts.local(str(tmp_path))["environment"]
+    assert found["http_proxy"] == "http://...@proxy:3128"
     assert found["OMP_NUM_THREADS"] == "3" and "hidden" not in found.values()
 
 
@@ -209,3 +214,12 @@ def test_the_table_has_a_line_per_finding_and_remedy():
     (at,) = [number for number, line in enumerate(lines) if line.startswith("error    Keras         floatx float32 on")]
     assert lines[at + 1].strip().startswith("-> Set it in the program")
     assert lines[-1].startswith("error: 1, warning: 0, OK: ")
+
+
+def test_a_chief_is_the_first_process_of_tensorflow(monkeypatch, tmp_path):
+    config = {"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}}
+    for kind, index, rank in [("chief", 0, 0), ("worker", 1, 2)]:
+        monkeypatch.setenv("TF_CONFIG", json.dumps({**config, "task": {"type": kind, "index": index}}))
+        found = facts.local(str(tmp_path))
+        assert (found["process"]["size"], found["process"]["rank"]) == (3, rank)
+        assert [each["serves"] for each in found["addresses"]] == [number == rank for number in range(3)]
