@@ -197,8 +197,10 @@ def test_a_second_report_is_refused():
 
 
 def test_a_folder_that_is_missing_is_an_error_before_the_first_step(tmp_path):
+    report = ks.callbacks.StepReport(to=tmp_path / "missing" / "steps.jsonl")
     with pytest.raises(FileNotFoundError):
-        fit(compiled(), ks.callbacks.StepReport(to=tmp_path / "missing" / "steps.jsonl"))
+        fit(compiled(), report)
+    assert report._num_steps == 0
 
 
 def test_after_an_error_nothing_is_measured_in_a_later_fit(capsys):
