@@ -15,14 +15,13 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.backends.models import is_prepared, layers_of
 from keras_shardopt.backends.phases import Recorder, timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.callbacks import slow_ranks
 from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
 from keras_shardopt.checkpoint.saving import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
-from keras_shardopt.fit.stateful import stateful_layers
 
 # The time of a message to process 0, and the framework's profiler.
 _measuring: Any = for_backend(
@@ -137,7 +136,8 @@ class StepReport(keras.callbacks.Callback):
         self._is_hidden = self._is_compiled or not all(runtime.is_cheap_to_read(each.value) for each in weights)
         self._inputs = (getattr(self._trained, "inputs", None) or []) if self._is_hidden else []
         is_known = len(self._inputs) == 1 and None not in self._inputs[0].shape[1:]
-        if not is_known or self._inputs[0].dtype == "string" or stateful_layers(self._trained):
+        is_stateful = any(getattr(layer, "stateful", False) for layer in layers_of(self._trained))
+        if not is_known or self._inputs[0].dtype == "string" or is_stateful:
             self._inputs = []  # no shape to compare with, or a state that a forward pass would change
         self._has_compiled_forward = False
         self._timed: Any = None
