@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 _OURS = "keras_shardopt"
@@ -22,7 +23,7 @@ def make_portable(path: str) -> None:
         with zipfile.ZipFile(path) as before, zipfile.ZipFile(part, "w") as after:
             for entry in before.infolist():
                 if entry.filename == "config.json":
-                    after.writestr(entry, json.dumps(_portable(json.loads(before.read(entry)))))
+                    after.writestr(entry, json.dumps(replaced(json.loads(before.read(entry)), _portable)))
                 else:
                     with before.open(entry) as source, after.open(entry, "w", force_zip64=True) as target:
                         shutil.copyfileobj(source, target, 2**24)
@@ -32,19 +33,26 @@ def make_portable(path: str) -> None:
             os.remove(part)
 
 
-def _portable(config: Any) -> Any:
+def replaced(config: Any, replace: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return the JSON of an object with `replace(entry)` for each dict in it, until `replace` returns its argument."""
     if isinstance(config, list):
-        return [_portable(each) for each in config]
+        return [replaced(each, replace) for each in config]
     if not isinstance(config, dict):
         return config
+    if (other := replace(config)) is not config:
+        return replaced(other, replace)
+    return {key: replaced(value, replace) for key, value in config.items()}
+
+
+def _portable(config: dict[str, Any]) -> Any:
     name, options = config.get("class_name"), config.get("config")
     if str(config.get("registered_name")).startswith(_OURS) or str(config.get("module")).startswith(_OURS):
         if isinstance(options, dict) and "inner_optimizer" in options:
-            return _portable(options["inner_optimizer"])
+            return options["inner_optimizer"]
         raise ValueError(
             "With `portable=True`, the model and the optimizer inside all wrappers must be made of Keras' classes. "
             f"Received: {name!r} of keras_shardopt. Use a class of Keras in its place, or `portable=False`."
         )
-    if name == "BatchNormalization" and isinstance(options, dict) and "synchronized" in options:
-        config = {**config, "config": {**options, "synchronized": False}}  # True needs TensorFlow
-    return {key: _portable(value) for key, value in config.items()}
+    if name == "BatchNormalization" and isinstance(options, dict) and options.get("synchronized"):
+        return {**config, "config": {**options, "synchronized": False}}  # True needs TensorFlow
+    return config

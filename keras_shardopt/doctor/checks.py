@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from keras_shardopt.doctor.facts import Facts
+from keras_shardopt.doctor.together import SIZES
 
 OK, WARNING, ERROR = "OK", "warning", "error"
 Ranks = Sequence[Facts]
@@ -335,7 +336,7 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     sent = 2 * (replicas - 1) / replicas
     text = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items())
     name, seconds = list(times.items())[-1]
-    speed = sent * {"1 KB": 2**10, "1 MB": 2**20, "64 MB": 2**26}[name] / seconds
+    speed = sent * SIZES[name][0] / seconds
     text += f": {speed / 1e9:.2g} GB/s per replica; a copy in memory {memory / 1e9:.2g} GB/s"
     fix = "Set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the fastest network; see the page Slow network."
     if "64 MB" not in times or speed < 0.02 * memory:

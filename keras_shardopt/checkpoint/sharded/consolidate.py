@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_shardopt import arguments as check
 from keras_shardopt.checkpoint.atomic_file import Unfinished
+from keras_shardopt.checkpoint.portable import replaced
 from keras_shardopt.checkpoint.saving import file_path
 from keras_shardopt.checkpoint.sharded.pieces import PIECE_BYTES, Checkpoint, StoredArray
 from keras_shardopt.checkpoint.sharded.saves import newest
@@ -72,7 +73,7 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
                 _write_weights(checkpoint, weights)
                 with zipfile.ZipFile(unfinished.path, "w") as archive:
                     archive.writestr("metadata.json", json.dumps(_metadata(checkpoint)))
-                    archive.writestr("config.json", json.dumps(_plain(config)))
+                    archive.writestr("config.json", json.dumps(replaced(config, _plain)))
                     archive.write(weights, "model.weights.h5")
                     for name in filter(lambda name: name.startswith(ASSETS), checkpoint):
                         archive.writestr(f"assets/{name[len(ASSETS) :]}", np.asarray(checkpoint[name]).tobytes())
@@ -111,12 +112,8 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"keras_version": checkpoint.manifest["keras"], "date_saved": now}
 
 
-def _plain(config: Any) -> Any:
-    """Replace each `CrossShard` in a serialized model by its inner optimizer."""
-    if isinstance(config, list):
-        return [_plain(each) for each in config]
-    if not isinstance(config, dict):
-        return config
+def _plain(config: dict[str, Any]) -> Any:
+    """Return the inner optimizer in place of a serialized `CrossShard`."""
     if config.get("class_name") == "CrossShard" and str(config.get("registered_name")).startswith("keras_shardopt"):
-        return _plain(config["config"]["inner_optimizer"])
-    return {key: _plain(value) for key, value in config.items()}
+        return config["config"]["inner_optimizer"]
+    return config
