@@ -268,11 +268,16 @@ _LOST_CONNECTION = re.compile(
 )
 
 
+def coordinator() -> Any:
+    """Return the client of JAX's coordinator, or None without several processes."""
+    return distributed.global_state.client
+
+
 class _Store:
     """The key-value store of JAX's coordinator, with the methods that `wait_in` calls."""
 
     def __init__(self) -> None:
-        self._client: Any = distributed.global_state.client
+        self._client = coordinator()
         self.set, self.delete_key = self._client.key_value_set, self._client.key_value_delete
 
     def check(self, keys: list[str]) -> bool:

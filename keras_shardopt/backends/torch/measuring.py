@@ -1,8 +1,4 @@
-"""Measurements of a rank: the time of a message, and a profile.
-
-Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
-default group. (test_private_names.py checks that it exists.)
-"""
+"""Measurements of a rank: the time of a message, and a profile."""
 
 from __future__ import annotations
 
@@ -12,12 +8,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from keras_shardopt.backends.torch.process_group import job_store
 
 
 def seconds_of_message() -> float:
     """Return the seconds in which the job's key-value store answers."""
-    store, key = distributed_c10d._get_default_store(), f"keras_shardopt/message/{dist.get_rank()}"
+    store, key = job_store(), f"keras_shardopt/message/{dist.get_rank()}"
     store.set(key, "1")
     begin = time.perf_counter()
     store.get(key)

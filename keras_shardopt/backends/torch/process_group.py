@@ -180,6 +180,11 @@ def close_group(has_failed: bool = False) -> None:
         _collect_signs(group, ANSWER_SECONDS, "has left", [])
 
 
+def job_store() -> Any:
+    """Return the key-value store of the default group."""
+    return distributed_c10d._get_default_store()
+
+
 def meet(purpose: str, seconds: float, advice: str) -> None:
     """Wait for all ranks, within the group's time limit. If a rank is missing, ranks that fail later report it too.
 
@@ -190,7 +195,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     if _open is not None and _open.timeout is not None:
         seconds = _open.timeout.total_seconds()
     try:
-        wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
+        wait_in(job_store(), (size, rank), "rank", purpose, seconds, advice)
     except MissingCallError as error:
         _leave_message(str(error))
         raise
@@ -216,7 +221,7 @@ _MESSAGE = "keras_shardopt/word"
 def report_failure(number: str, words: str) -> None:
     """Write an error message to the store, with an id, for ranks of other groups."""
     with contextlib.suppress(RuntimeError):
-        store = distributed_c10d._get_default_store()
+        store = job_store()
         store.set(_FAILURE, f"{number} {words}")
         store.check([_FAILURE])  # `set` alone does not wait until the key exists
 
@@ -224,7 +229,7 @@ def report_failure(number: str, words: str) -> None:
 def failure() -> tuple[str, str] | None:
     """Return the id and message of the last error in the store, or None."""
     with contextlib.suppress(RuntimeError):
-        store = distributed_c10d._get_default_store()
+        store = job_store()
         if store.check([_FAILURE]):
             number, _, words = store.get(_FAILURE).decode().partition(" ")
             return number, words
