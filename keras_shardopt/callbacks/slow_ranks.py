@@ -77,13 +77,15 @@ def seconds_per_step(table: np.ndarray) -> float:
     return float(table[:, : len(PHASES)].sum(axis=1).mean())
 
 
-def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool) -> Slow | None:
+def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, remote: Sequence[int] = ()) -> Slow | None:
     """Return the process that was slow in the same phase in each of these windows, or None.
 
     Args:
         tables: the tables of successive windows.
         threshold: the part of a step, or of a forward pass, that the process needs longer than the others.
         is_hidden: whether to ignore the phases `HIDDEN`.
+        remote: the processes to compare by their messages: those on other machines than process 0. If there are none,
+            all except process 0.
     """
     values = np.array(tables)
     if values.shape[1] == 1:
@@ -97,12 +99,15 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool) -> 
     if excess[rank, i] > threshold:
         return _slow(values.mean(axis=0), rank, phases[i])
     best = values.min(axis=0)  # each probe is one short call
-    # Process 0 hosts the store, so its messages stay on its machine: compare the others.
-    for probe, first, factor in ((len(PHASES), 0, threshold), (len(PHASES) + 1, 1, _MESSAGE_FACTOR)):
-        if len(best) - first > 1:
-            slow = _slow(best[first:], int(best[first:, probe].argmax()), probe)
+    # Process 0 hosts the store, so messages on its machine are fast.
+    compared_ranks = {"forward pass": range(len(best)), "message": remote or range(1, len(best))}
+    for name, factor in (("forward pass", threshold), ("message", _MESSAGE_FACTOR)):
+        ranks, probe = compared_ranks[name], len(PHASES) + PROBES.index(name)
+        compared = best[ranks]
+        if len(ranks) > 1 and compared[:, probe].all():  # a forward pass can fail on some processes
+            slow = _slow(compared, int(compared[:, probe].argmax()), probe)
             if slow.seconds - slow.others > max(factor * slow.others, _MIN_SECONDS):
-                return slow._replace(rank=slow.rank + first)
+                return slow._replace(rank=ranks[slow.rank])
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -238,13 +239,16 @@ class StepReport(keras.callbacks.Callback):
         mine = [*[seconds.get(phase, 0.0) / num for phase in (*OWN, "waiting")], 0.0, 0.0]
         if self._is_shared:
             mine[-2:] = self._seconds_of_forward(), min(_measuring.seconds_of_message() for _ in range(3))
-        table = slow_ranks.table_of(processes.gather_objects(mine) if self._is_shared else [mine])
+        mine_and_host = mine, socket.gethostname()
+        rows, hosts = zip(*(processes.gather_objects(mine_and_host) if self._is_shared else [mine_and_host]))
+        table = slow_ranks.table_of(rows)
         self._of_epoch.append((table, num))
         self._most = max(self._most, num)
         if num >= self._most // 2:  # not the short rest of an epoch
             self._tables = [*self._tables, (table, num)][-self.windows :]
         if self.slow is None and len(self._tables) == self.windows:
-            self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden)
+            remote = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+            self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden, remote)
             if self.slow is not None:
                 warn(f"All ranks wait for a slow one. Received: {self.slow}. {self.slow.fix}")
         if self._rank == 0:
@@ -258,11 +262,21 @@ class StepReport(keras.callbacks.Callback):
             return 0.0
         num_rows, *shape = self._inputs[0].shape
         rows = np.zeros([num_rows or _NUM_ROWS, *shape], self._inputs[0].dtype)
+        weights = {id(each) for each in self.model.weights}
+        seeds = [(each, each.numpy()) for each in self.model.variables if id(each) not in weights]
         found: list[float] = []
-        for _ in range(3 if self._has_compiled_forward else 4):
-            begin = time.perf_counter()
-            self.model.predict_on_batch(rows)
-            found.append(time.perf_counter() - begin)
+        try:
+            for _ in range(3 if self._has_compiled_forward else 4):
+                begin = time.perf_counter()
+                self.model.predict_on_batch(rows)
+                found.append(time.perf_counter() - begin)
+        except Exception as error:  # such as too little memory on one process, and others must not wait for it
+            warn(f"`StepReport` measures no forward passes, because one failed: {error!r}")
+            self._inputs = []
+            return 0.0
+        finally:
+            for each, value in seeds:  # layers can draw random numbers in inference
+                each.assign(value)
         self._has_compiled_forward = True
         return min(found)
 

@@ -134,10 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", default=".", help="a directory for checkpoints, to examine (default: this one)")
     parser.add_argument("--json", action="store_true", help="print findings and all facts as JSON")
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="S", help="seconds to wait for the other processes (default: 60)"
+        "--timeout", type=_seconds, default=60, metavar="S", help="seconds to wait for others (default: 60)"
     )
     parser.add_argument("--child", type=pathlib.Path, help=argparse.SUPPRESS)
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Return a finite number above 0."""
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"give a finite number of seconds above 0, and not {text}")
+    return seconds
 
 
 _EXAMPLES = """examples:

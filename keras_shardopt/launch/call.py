@@ -38,13 +38,14 @@ def _write(file: pathlib.Path, content: bytes) -> None:
     part.replace(file)
 
 
-def _end_with_caller() -> None:
-    """Ends this process when its input closes. The process that called `launch_processes` holds the other end."""
-    while os.read(0, 1):
+def _end_with_caller(pipe: int) -> None:
+    """Ends this process when the pipe closes. The process that called `launch_processes` holds the other end."""
+    while os.read(pipe, 1):
         pass
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_end_with_caller, args=(os.dup(0),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody can answer, so `input()` raises an error
     _main(pathlib.Path(sys.argv[1]))

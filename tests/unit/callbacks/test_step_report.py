@@ -25,8 +25,8 @@ def window(num_ranks=4, **changes):
     return table
 
 
-def slow(*tables, hidden=False, threshold=0.1):
-    found = slow_ranks.slowest(tables, threshold, hidden)
+def slow(*tables, hidden=False, threshold=0.1, remote=()):
+    found = slow_ranks.slowest(tables, threshold, hidden, remote)
     return None if found is None else (found.rank, found.phase)
 
 
@@ -63,6 +63,17 @@ def test_a_slow_network_is_found_except_for_rank_0():
     assert slow(*[window(message=(0, 3))] * 3) is None
     assert slow(*[window(message=(2, 0.7))] * 3) is None
     assert slow(*[window(num_ranks=2, message=(1, 3))] * 3) is None
+
+
+@pytest.mark.neutral
+def test_messages_to_the_machine_of_rank_0_are_not_compared_with_others():
+    assert slow(*[window(message=(3, 3))] * 3, remote=[3]) is None
+    assert slow(*[window(5, message=(3, 3))] * 3, remote=[2, 3, 4]) == (3, "message")
+
+
+@pytest.mark.neutral
+def test_a_forward_pass_that_failed_on_one_rank_is_not_compared():
+    assert slow(*[window(num_ranks=2, forward_pass=(0, 0))] * 3, hidden=True) is None
 
 
 @pytest.mark.neutral
@@ -217,3 +228,39 @@ def test_after_an_error_nothing_is_measured_in_a_later_fit(capsys):
     assert not hasattr(model.train_function, "real") and not report._recorder.is_active()
     report.model.evaluate(*problem.data(1), batch_size=problem.BATCH_SIZE, callbacks=[report], verbose=0)
     assert not report._recorder.is_active()
+
+
+class Draws(keras.layers.Layer):
+    """Draws random numbers in inference too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        return keras.random.dropout(inputs, 0.5, seed=self.seed_generator)
+
+
+def reporting(layer):
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(ks.CrossShard("sgd"), "mse")
+    report = ks.callbacks.StepReport()
+    report.set_model(model)
+    report._inputs, report._has_compiled_forward = model.inputs, False
+    return report
+
+
+def test_a_forward_pass_for_comparison_changes_no_seed():
+    report = reporting(draws := Draws())
+    before = draws.seed_generator.state.numpy().copy()
+    assert report._seconds_of_forward() > 0
+    np.testing.assert_array_equal(draws.seed_generator.state.numpy(), before)
+
+
+@pytest.mark.neutral
+def test_a_forward_pass_for_comparison_can_fail(monkeypatch):
+    report = reporting(keras.layers.Dense(1))
+    monkeypatch.setattr(report.model, "predict_on_batch", lambda rows: rows / "no number")
+    with pytest.warns(UserWarning, match="measures no forward passes, because one failed"):
+        assert report._seconds_of_forward() == 0.0
+    assert report._seconds_of_forward() == 0.0  # without a second warning

@@ -223,3 +223,10 @@ def test_a_chief_is_the_first_process_of_tensorflow(monkeypatch, tmp_path):
         found = facts.local(str(tmp_path))
         assert (found["process"]["size"], found["process"]["rank"]) == (3, rank)
         assert [each["serves"] for each in found["addresses"]] == [number == rank for number in range(3)]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-5", "nan", "inf", "soon"])
+def test_a_timeout_that_is_no_time(seconds, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--timeout", seconds])
+    assert "--timeout" in capsys.readouterr().err

@@ -171,3 +171,14 @@ def test_a_process_ends_with_the_program_that_waits_for_it(tmp_path):
     command = [sys.executable, "-m", "keras_shardopt.launch.call", str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=launch.patient(60))
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.neutral
+def test_a_question_to_the_user_is_an_error(tmp_path):
+    (tmp_path / CALL).write_bytes(cloudpickle.dumps((input, (), {})))
+    command = [sys.executable, "-m", "keras_shardopt.launch.call", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as started:
+        try:
+            assert started.wait(launch.patient(60)) == 1 and b"EOFError" in started.stderr.read()
+        finally:
+            started.kill()
