@@ -1,7 +1,7 @@
 """`BatchNormalization(synchronized=True)`: statistics of all rows of the global batch, on every backend.
 
-Keras has this option on TensorFlow only. In the steps of a prepared model, each replica computes mean and variance of
-its own rows. Replicas exchange these statistics, and combine them by the formula of Chan, Golub and LeVeque (1979):
+Keras has this option on TensorFlow only. After `prepare(model)`, each replica computes mean and variance of its own
+rows in a training step. Replicas then combine these statistics by the formula of Chan, Golub and LeVeque (1979):
 
     n = sum n_r,   mean = sum n_r mean_r / n,   variance = sum (M_r + n_r (mean_r - mean)^2) / n
 
@@ -39,8 +39,9 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# PyTorch only: a module with a differentiable sum over ranks. On TensorFlow, Keras can synchronize the layer itself.
+# PyTorch only: a module with a sum over ranks that gradients pass through.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
+# TensorFlow only: there, Keras can synchronize `BatchNormalization` over the replicas of a strategy.
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
 # PyTorch only: finds the `torch.nn` modules that a Keras model can contain.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
@@ -104,7 +105,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
 
 
 def synchronized_statistics(model: Any) -> set[int]:
-    """Return the `id` of each moving statistic of synchronized layers: equal on all replicas, even without rows."""
+    """Return the `id` of each moving statistic that is equal on all replicas, because its layer is synchronized."""
     layers = [each for each in layers_of(model) if isinstance(each, _Layer) and each.synchronized]
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
@@ -118,7 +119,7 @@ def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
         if synchronized:
             layer.synchronized = synchronized
 
-    # Keras builds a layer's config from this signature, and does not always unwrap the function.
+    # Keras takes the arguments of a layer's config from this signature. It does not always follow `functools.wraps`.
     vars(init)["__signature__"] = inspect.signature(in_keras)
     return init
 
@@ -137,7 +138,7 @@ def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     if _in_keras_too and processes.num_replicas() > 1:
         return _moments_in_keras(layer, inputs, mask)
     runtime.no_compile(_warn_of_local_statistics, layer)
-    # Call Keras's method only with a mask, because it then ignores `synchronized`. Otherwise it can raise.
+    # Without a mask, Keras's method can raise for a synchronized layer. With a mask, the method ignores `synchronized`.
     return ops.moments(inputs, layer._reduction_axes) if mask is None else _moments_in_keras(layer, inputs, mask)
 
 

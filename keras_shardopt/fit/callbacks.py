@@ -57,9 +57,9 @@ _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a `save_model` or `save_weights` that calls the method of a prepared model, which writes complete files.
+    """Replace Keras's function `save_model` or `save_weights` in all modules that have imported it. Return the new one.
 
-    Also replace Keras's function in all modules that have imported it by name.
+    For a model after `prepare`, the new function calls `model.save` or `model.save_weights`, to gather sharded state.
     """
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
@@ -75,7 +75,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        # The methods of models call the functions in `keras.src`, so keep those. Otherwise `save` would call itself.
+        # Keep Keras's function inside `keras.src`, because `model.save` calls it there. `save` must not call itself.
         if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
@@ -117,7 +117,7 @@ BAR_SECONDS = 0.05
 """The time between two refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""If no callback reads the logs of batches, a process assumes that none reads them for this time in seconds."""
+"""Without a progress bar or another reader of batch logs, no callback needs these logs for this time in seconds."""
 
 
 class BatchLogs:
@@ -134,16 +134,16 @@ class BatchLogs:
         self._shown_at = 0.0
 
     def are_read(self, trains: bool) -> bool:
-        """Whether a callback reads the logs of the next batch; `trains`: a training batch, not a test batch."""
+        """Whether a callback reads the logs of the next training batch, or test batch (`trains` is False)."""
         if self._always(trains):
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # Steps with logs other than metrics never call `show`. Their logs are read in every batch.
+        # A step whose logs are not metrics never calls `show`. Without stored metrics, read its logs in every batch.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
-        """Return for how many seconds certainly no callback of this process needs new logs of batches."""
+        """Return a time in seconds during which no callback of this process needs new logs of batches."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS
@@ -156,15 +156,15 @@ class BatchLogs:
         return any(bar.verbose == 1 for bar in bars)
 
     def last(self, trains: bool, logs: Any) -> Any:
-        """Return the last aggregated logs; `logs` if none exist."""
+        """Return the metrics that `show` stored last for training or test batches; `logs` before the first `show`."""
         return self._shown.get(trains, logs)
 
     def show(self, trains: bool, metrics: dict[str, Any]) -> None:
-        """Keep aggregated metrics, to pass them to the progress bar until its next refresh."""
+        """Store metrics over all replicas. `last` returns them until the progress bar needs new metrics."""
         self._shown[trains], self._shown_at = metrics, time.monotonic()
 
     def forget(self) -> None:
-        """Drop the kept logs. Called when metrics are reset, because the logs are then out of date."""
+        """Drop the stored metrics. Called when metrics are reset, because the stored values are then out of date."""
         self._shown.clear()
 
 
@@ -173,7 +173,7 @@ _HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_e
 
 
 def _reads_batch_logs(callback: Any, *hooks: str) -> bool:
-    """Whether a callback reads the logs of each batch: one of the methods named in `hooks` is not Keras's."""
+    """Whether a callback reads the logs of each batch, for example because it overrides a method named in `hooks`."""
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, _ORBAX)):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, keras.callbacks.TensorBoard):
@@ -188,7 +188,7 @@ def _are_several() -> bool:
 
 
 def _is_for_this_process(callback: Any) -> bool:
-    """Return whether a callback runs on this process. If it is a key in `_TOGETHER`, mix in the class given there."""
+    """Return whether a callback runs on this process. If `_TOGETHER` has a class for the callback, mix it in."""
     if isinstance(callback, _WRITERS) and not is_chief():
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
@@ -282,7 +282,7 @@ _TOGETHER = {
 
 
 def _check_whole(callback: Any) -> None:
-    """Raise ValueError if optimizer state is sharded, because the `OrbaxCheckpoint` of rank 0 has its shard only."""
+    """Raise ValueError if optimizer state is sharded: `OrbaxCheckpoint` on rank 0 would write only rank 0's shard."""
     if needs_all(callback.model) and not callback.save_weights_only:
         raise ValueError(
             "`OrbaxCheckpoint` cannot write optimizer state that is divided among processes. Received: "

@@ -35,7 +35,7 @@ def reducers_in(model: Any) -> list[Any]:
 
 
 def before_reading(reducers: Sequence[Any]) -> None:
-    """Average the weights of these `CrossShard` optimizers if replicas have different ones (local SGD).
+    """Average the weights over replicas if they differ, as between two averages of `LocalSGD`.
 
     Called on all processes together, before weights are read.
     """
@@ -44,7 +44,7 @@ def before_reading(reducers: Sequence[Any]) -> None:
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:
-    """Raise ValueError if a `CrossShard` of a prepared model has several groups, because these train separately."""
+    """Raise ValueError if a `CrossShard` has several groups of replicas, because each group trains its own weights."""
     for cross_shard in reducers:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(

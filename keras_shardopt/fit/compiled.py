@@ -28,7 +28,7 @@ _IS_OF_BLOCK = "_keras_shardopt_of_block"  # was made or compiled in a block tha
 
 
 class _Block:
-    """A `data_parallel()` block with several replicas."""
+    """A `data_parallel()` block with several replicas. Its methods run when a model is constructed or compiled."""
 
     def __init__(self, prepares: bool, auto_shard: bool) -> None:
         self.prepares = prepares
@@ -55,29 +55,29 @@ class _Block:
 
 
 class _OneReplicaBlock:
-    """A block with one replica. It prepares a model only if an extension of its optimizer needs that."""
+    """A `data_parallel()` block with one replica. It prepares a model only if an extension needs that."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
     def constructed(self, model: Any) -> None:
-        """Do nothing: one replica can train with any optimizer."""
+        """Do nothing when a model is constructed: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Prepare a model if needed. On PyTorch, run others with `steps_per_execution=1`, as on several ranks."""
+        """Prepare a model if an extension needs that. Otherwise, on PyTorch, run it with `steps_per_execution=1`."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
             _torch.step_one_by_one(model)
 
 
-# PyTorch only, because there each process trains a copy of the model, and Keras runs one step per execution.
+# PyTorch only: finds models that ranks would train separately, and makes models run one step per execution.
 _torch = for_backend({"torch": "keras_shardopt.fit.torch"})
 _blocks: list[_Block | _OneReplicaBlock] = []
 
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """Prepare each model that is compiled in this block if `wanted`. Otherwise mark it to stay unprepared."""
+    """In this block, prepare each model that is compiled, if `wanted`. Otherwise mark the models to stay unprepared."""
     if not are_several and not wanted:
         yield
         return
@@ -106,7 +106,7 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
 
 
 def _prepare_waiting(model: Any) -> bool:
-    """Prepare a model that had no optimizer when it was compiled. If it has no `CrossShard` now, warn.
+    """Prepare a model that had no optimizer when it was compiled. Warn if the model still has no `CrossShard`.
 
     Returns whether the model waited and is prepared now.
     """
@@ -164,7 +164,7 @@ def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
             return model.fit(*args, **kwargs)
         _check_trains_together(model)
         if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
-            # The model was compiled after its block, or outside of all blocks.
+            # The model was compiled after the `data_parallel()` block that it was made in, or outside of all blocks.
             is_due = vars(model).get(_IS_OF_BLOCK, False) or (_needs_prepared(model) and processes.num_replicas() == 1)
             if is_due and _prepare_if_possible(model):
                 return model.fit(*args, **kwargs)

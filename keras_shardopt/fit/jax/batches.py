@@ -91,16 +91,16 @@ class PaddedBatch:
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """Return the rows without padding. XLA can divide them among devices: it pads them and masks its padding."""
+        """Return the rows without padding. XLA can divide any number of rows among devices: it pads them internally."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
-        """See `jax.tree_util.register_pytree_node_class`."""
+        """Return the arrays, and the number of rows without padding, as JAX requires of a pytree node."""
         return (self._data,), self._num_rows
 
     @classmethod
     def tree_unflatten(cls, num_rows: int, data: tuple[Any]) -> PaddedBatch:
-        """See `jax.tree_util.register_pytree_node_class`."""
+        """Create a batch from the results of `tree_flatten`."""
         return cls(*data, num_rows)
 
 
@@ -132,13 +132,13 @@ def padding_batches() -> Iterator[None]:
 
 
 def on_devices(data: Any) -> Any:
-    """Divide the rows of a batch among the devices if there is one process and it divides batches."""
+    """Divide the rows of a batch among devices, if one process runs all devices and uneven batches are allowed."""
     divides = jax.process_count() == 1 and allows_uneven(keras.distribution.distribution())
     return _distribute_data(data, pads=True) if divides else data
 
 
 def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: Any) -> Any:
-    """Replaces Keras's function that puts a batch on the devices. `data=None`: this process has no batch left."""
+    """Replaces Keras's function that puts a batch on the devices. `data` is None if this process has no batch left."""
     pads = _pads.get() if pads is None else pads
     distribution = keras.distribution.distribution()
     if not allows_uneven(distribution):
@@ -256,12 +256,12 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
-        # Do not pad a batch from which Keras builds the model. Afterwards Keras calls `reset`. That sets `_pads`.
-        # In `predict` (no `y`), Keras builds and calls `reset` for an unbuilt model only, so set `_pads` here.
+        # Keras builds the model from the first batch, so do not pad that batch. Afterwards `reset` sets `_pads`. But
+        # `predict` (without `y`) calls `reset` only if it builds the model. For a built model, set `_pads` here.
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # An `ArrayDataAdapter` draws the order of rows when its first batch is read (in `parts`), not in `__next__`.
+        # An `ArrayDataAdapter` shuffles when its first batch is read (in `parts`), so `__next__` needs no shared draws.
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
@@ -269,7 +269,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some processes have the whole data. Unless `is_meant`, warn if all pass the same part."""
+        """Raise if only some processes have the whole data. Warn if all have the same part, unless that `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -290,7 +290,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Check the known batch sizes now. Later, Keras has moved the model's weights into the training state."""
+        """Check known batch sizes early, because an error now comes before Keras moves the weights out of the model."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
@@ -344,7 +344,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that all processes load whole. Compare them between processes, and put rows on the devices."""
+        """Yield batches that all processes load whole, divided among devices. Raise ValueError if batches differ."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():

@@ -39,7 +39,7 @@ def _equation(equation: core.JaxprEqn) -> core.JaxprEqn:
         convolve = jax.jit(lambda lhs, rhs: _convolution(lhs, rhs, equation.params))
         (call,) = jax.make_jaxpr(convolve)(*shapes).jaxpr.eqns
         return equation.replace(primitive=call.primitive, params=call.params)
-    # Other equations: rewrite the bodies of loops, branches and calls.
+    # If this operation is a loop, branch or call, rewrite the convolutions in its body.
     params = {name: jax.tree.map(_within, value) for name, value in equation.params.items()}
     return equation.replace(params=params)
 

@@ -68,8 +68,8 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
     """Return the optimizer state for the code inside a `shard_map`, with None for per-replica and sharded variables.
 
-    The code inside needs the state only for `scale_loss`, and this method reads no per-replica or sharded variables.
-    A sharded variable would be gathered on every device. Variables of stages are kept, because stages read them.
+    Inside, only `scale_loss` and the stages of `CrossShard` read the state, and they read none of these variables. A
+    sharded variable would be gathered on every device.
     """
     per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}
@@ -80,5 +80,5 @@ def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequenc
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Replace each None of `without_replica_state` by zeros, because every optimizer variable needs some value."""
+    """Return the state with zeros for each None, because every optimizer variable needs some value."""
     return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

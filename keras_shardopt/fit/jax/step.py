@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
 
     grads: Any
-    """The results of `_reduced`, or the gradients of all replicas stacked for accumulation, if `stacks` is True."""
+    """The result of `_reduced`. For accumulation: the gradients of all replicas, stacked along a first dimension."""
 
     loss: Any
     y_pred: Any
@@ -49,7 +49,7 @@ class Computed(NamedTuple):
 
 
 class TrainStep:
-    """Runs Keras's step, or its first half on each replica separately. Extensions override some methods."""
+    """Runs Keras's step. If the optimizer needs per-replica gradients, computes these in a `shard_map` first."""
 
     stacks_windows = True
     """Whether gradient accumulation can sum the gradients of each replica, stacked along a first dimension."""
@@ -62,10 +62,10 @@ class TrainStep:
         self.reducers = reducers
 
     def prepare(self) -> None:
-        """Called by `prepare(model)`."""
+        """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def before_step(self) -> None:
-        """Called before the steps of an epoch, when Keras moves the values of variables into the training state."""
+        """Called before the steps of an epoch. Does nothing unless an extension overrides it."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Keras compiles the steps."""
@@ -119,7 +119,7 @@ class TrainStep:
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run the first half of a step. The metrics of losses are exact: they come from all rows as one batch."""
+        """Run forward and backward pass, and reduce gradients. All rows update the metrics of losses as one batch."""
         grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
@@ -136,10 +136,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        The result of `_reduced`, with gradients sharded like the optimizer state (if `stacks`, the gradients of all
-        replicas along a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and
-        the non-trainable variables. Moving statistics are the mean over replicas, because each replica normalizes with
-        its own rows.
+        A tuple: the result of `_reduced` (if `stacks`, the gradients of all replicas along a first dimension); the loss
+        of the whole batch; the predictions of all rows and their masks; and the non-trainable variables. Moving
+        statistics are means over replicas, because each replica normalizes with its own rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
@@ -189,9 +188,9 @@ def _stacked(reducer: Any, step: Step) -> Any:
 
 
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
-    """Return the reduced gradients, `found_inf` and `notes` of the reduced `Step`, and new values for `carried`.
+    """Reduce the gradients in `step`. Return `grads`, `found_inf`, `notes` and `own` of the resulting `Step`.
 
-    `carried` has this replica's values from the last reduction, such as coding errors (`Transport.carried`).
+    `carried` and `own` are this replica's values before and after it, such as rounding errors of compression.
     """
     # Take the scale of the outermost optimizer, because a wrapper around the `CrossShard` can scale the loss too.
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]

@@ -144,7 +144,8 @@ class PreparedOnJax(PreparedModel):
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights on one process or on all.
 
-        Keras creates an optimizer in this call. Under a distribution, JAX would wait until all processes create one.
+        Keras creates an optimizer in this call. Under a distribution, JAX would then wait for all other processes, so
+        the call runs without the distribution.
         """
         real = super().load_weights
         _let_assign_alone(self)

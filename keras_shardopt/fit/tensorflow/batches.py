@@ -1,8 +1,8 @@
-"""Packs the batch of a replica into one scalar, whose type is the same on all workers.
+"""Packs the tensors of a replica's batch into one scalar, a `tf.experimental.Optional`, to train on several workers.
 
 TensorFlow numbers collectives when it traces a function, so all workers must trace the same functions in the same
-order. With plain tensors, a new number of rows on some workers would cause a trace on these workers only. The scalar is
-a `tf.experimental.Optional` that contains the tensors. For the step, dimensions that can differ have unknown sizes.
+order. With plain tensors, a new number of rows on some workers would cause a trace on these workers only. The type of
+the scalar is the same on all workers, because it has unknown sizes for all dimensions that can differ.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches. The key is a text that a step gets with its batch; a new text makes TensorFlow trace the step.
+# The specs of batches, by a text that a step receives with its batch. A new text makes TensorFlow trace the step again.
 _SPECS: dict[str, Any] = {}
 
 
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
     """Return the specs of the tensors of a batch, or of a dataset's `element_spec`.
 
-    Their number of rows is unknown (None), or that of the first part if `num_parts` parts divide the batch.
+    The number of rows in the specs is None (unknown). With `num_parts`, it is that of the first of so many parts.
     """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
@@ -102,7 +102,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """Pack one part per replica of this process. Return the scalars of the replicas, and the text that names `spec`."""
+    """Pack one part per replica of this process. Return the packed parts, and a key by which `unpacked` finds `spec`."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)

@@ -95,10 +95,10 @@ class PreparedOnTensorFlow(PreparedModel):
         return workers.outputs_of_all(self, super().predict_step(unpacked(data)), data)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Read this replica's `add_loss` values before the losses of `compile` exchange counts.
+        """Compute the loss with the `add_loss` values that the layers have now.
 
-        Replicas are threads that take turns at every exchange. A layer keeps the losses of the latest forward pass, and
-        after an exchange these can be another replica's.
+        Replicas are threads that take turns whenever losses exchange row counts. A layer keeps the losses of the latest
+        forward pass, so after an exchange it can have those of another replica.
         """
         with own_additional_losses(self.losses):
             return super().compute_loss(*args, **kwargs)
@@ -155,14 +155,14 @@ class PreparedOnTensorFlow(PreparedModel):
                 raise StopIteration
             return function(itertools.chain(batches, itertools.islice(iterator, self.steps_per_execution - 1)))
 
-        # With several workers, each step aggregates the logs, so leave out `shows_all`. It would read metrics only on
-        # workers with a callback that needs them, but all workers must read metrics together.
+        # With several workers, each step already aggregates the logs, so do not wrap the function in `shows_all`. That
+        # wrapper reads metrics only if a callback of this worker needs them, but all workers must read them together.
         return several_steps if is_of_workers else functools.partial(shows_all, several_steps)
 
 
 @contextlib.contextmanager
 def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
-    """In a block that runs `fit`, `evaluate` or `predict`, use this step. Then restore an outer call's callbacks."""
+    """In a block that runs `fit` or `evaluate`, use this step. At its end, restore the callbacks of an outer call."""
     step.begin_call()
     with calling(step), callbacks_of_call(model):
         yield
@@ -199,7 +199,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
 
 class _Dividing:
-    """Replaces the strategy of Keras's iterator. Keras calls only one of its methods, to divide a dataset."""
+    """Replaces the strategy in Keras's iterator. Keras calls only its method `experimental_distribute_dataset`."""
 
     def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
         self._iterator, self._strategy = iterator, strategy
@@ -271,7 +271,7 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         other_rows = re.search(rf"A stateful layer .*{OTHER_ROWS}.* last batch\.", str(error))
         if other_rows:
             raise ValueError(other_rows[0]) from error
-        # Other errors: an empty shape begins with "[0,", but an index out of range gives "is not in [0,".
+        # "[0," begins the shape of an empty array, but "is not in [0," is about an index: raise all other errors again.
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(

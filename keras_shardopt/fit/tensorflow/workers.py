@@ -92,7 +92,7 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
-    """Replaces Keras's function. In calls of prepared models, logs need no split: they are equal on all replicas."""
+    """Whether Keras must split logs by replica. False for prepared models, because their logs are equal on all."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
@@ -128,7 +128,7 @@ def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
 
 
 class _NoSharding:
-    """Stands in for the strategy of Keras's iterator, and does not divide the dataset."""
+    """Replaces the strategy in Keras's iterator, and leaves the dataset whole: `WorkersIterator` divides each batch."""
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Return the dataset unchanged."""
@@ -173,7 +173,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some workers have the whole data. Unless `is_meant`, warn if all pass the same part."""
+        """Raise if only some workers have the whole data. Warn if all have the same part, unless that `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -255,7 +255,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
-    """Yield packed batches for a step. Pack unpacked batches, from `train_on_batch`: each has this worker's rows."""
+    """Yield batches packed for a step (see `packed`). Pack those of `train_on_batch`, with this worker's rows only."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
         if not is_divided:
@@ -270,7 +270,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
-    """Return a batch as tensors. None, if this worker has never had a batch, becomes a batch without rows."""
+    """Return a batch as tensors. If `batch` is None, return a batch without rows: this worker has never had one."""
     if batch is None:
         return tf.nest.map_structure(_no_rows, spec)
     flat = tf.nest.flatten(spec)
@@ -316,7 +316,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
         values: list[tuple[Any, Any]] = []
         for op in ("sum", "mean"):
             separate = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
-            # On a worker with one device, a value that was read has no device. `identity` places it on one.
+            # On a worker with one device, the value of a variable is on no device. `identity` places it on a device.
             values_here = [tf.identity(tf.convert_to_tensor(v.value)) for v in separate]
             values += zip(separate, replicas.all_reduce(values_here, op))
         with keras.StatelessScope(values):
@@ -326,7 +326,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
 
 
 def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
-    """Return a replica's result of a step of `predict`: the outputs of all workers, or of this worker."""
+    """Return a replica's outputs in `predict`. If `predict` gathers, they contain the rows of all workers."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()

@@ -56,7 +56,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The actions before which ranks exchange a message. In an error, each value follows "rank 0 "."""
+    """The actions before which ranks exchange a message. Errors name an action as "rank 0 " and its value."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -144,13 +144,13 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Average weights that differ (local SGD), before all ranks read them. Do nothing if `together` is None."""
+        """If all ranks run this call (`together`), average weights that differ (`LocalSGD`), before they are read."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
     @torch.compiler.disable
     def begin_step(self) -> None:
-        """Call `TrainStep.before_step`, just before a training step."""
+        """Call the hook `TrainStep.before_step` of extensions, just before a training step."""
         if self.ranks is not None:
             self.step.before_step(self._begins_epoch)
             self._begins_epoch = False
@@ -185,13 +185,13 @@ class Session:
         plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
-            # This prevents the comparison that a `CrossShard` makes in its first update, after the first forward pass.
-            # That comparison would replace each rank's moving statistics by rank 0's.
+            # Skip the comparison that a `CrossShard` makes in its first update. That comparison would come after the
+            # first forward pass, and would replace each rank's moving statistics by rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
-        """Return the paths of variables that differ between ranks. If none do, this costs one small message."""
+        """Return the paths of variables that differ between ranks, and a phrase if the tensors `others` differ."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
         messages = announce("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
@@ -250,7 +250,7 @@ class Session:
             self._has_warned = True
 
     def next_part(self, data: Any, phase: Phase, step: int, num_equal: int) -> Any:
-        """Return this rank's rows of the batch `data` that all ranks have; None if `data` is None (no batch left).
+        """Return this rank's rows of `data`, a batch that all ranks have loaded; None if `data` is None (none left).
 
         `step` is the index of the batch in the epoch. The next `num_equal` batches have the same number of rows.
         """
@@ -271,7 +271,7 @@ class Session:
         return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
-        """Return this rank's batch `data`; if it has no rows, the last batch again, whose rows are not counted.
+        """Return `data`, this rank's batch. If it has no rows, repeat the last batch, but count none of its rows.
 
         Return None if no rank has rows.
         """
@@ -307,10 +307,10 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step can begin before `confirm`, because it exchanges no tensors before its loss."""
+        """Whether a step can begin before the other ranks' messages arrive: it sends no tensors before its loss."""
         if self._waits is None:
-            # A custom step possibly never calls `compute_loss`, so nothing would call `confirm`. A compiled step must
-            # not contain that call.
+            # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
+            # step must not contain `confirm`. These steps confirm before they begin.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -318,7 +318,7 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Receive the pending messages of all ranks, and read row counts. All raise ValueError if ranks disagree."""
+        """Receive the messages of all ranks about the next batch, such as row counts. All raise if ranks disagree."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -350,14 +350,14 @@ class Session:
         return lambda: sum(self.rows())
 
     def begin_call(self) -> None:
-        """Forget the optimizer and the stateful layers. The next `fit`, `evaluate` or `predict` can have others."""
+        """Forget the optimizer and the stateful layers, because they can change before the next `fit` or `predict`."""
         self._optimizer_of_step = None
         if self._step_of_call is not None:
             self._step_of_call.begin_call()
 
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
-        """Run a call with separate batch state: a callback can start it between a batch and its step."""
+        """In the block, run another call, such as `evaluate` in a callback, with separate state about batches."""
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
@@ -373,7 +373,7 @@ class Session:
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
-        """End the step of a batch. If some rank reads logs, return those of all ranks, otherwise the last such logs."""
+        """End the step of a batch. Return logs of all ranks if a rank reads logs. Otherwise repeat earlier logs."""
         add_promised_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
@@ -451,7 +451,7 @@ class Session:
         self._unreported.reported(0)
 
     def begin_epoch(self) -> None:
-        """Cancel the promised batches, because the last epoch may have ended early."""
+        """Cancel the batches that the last message promised, because the last epoch may have ended early."""
         self._unreported.reported(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
@@ -473,10 +473,10 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""The number of promised batches is less than this number, so it fits in 5 bits."""
+"""A message promises fewer batches than this number. The number of promised batches thus fits in 5 bits."""
 
 _NOTHING_YET = -1
-"""Marks the start of an epoch: no batch is promised yet, and the first batch promises none."""
+"""The number of promised batches when an epoch begins. It is negative, so the first message promises none."""
 
 
 class _Unreported:
@@ -491,20 +491,20 @@ class _Unreported:
         self._since = time.monotonic()
 
     def add(self, num_rows: int, print_: int) -> None:
-        """Add a batch with checksum `print_`. 0 leaves the values out, for data that differs between ranks."""
+        """Add a batch with checksum `print_`. If ranks have different data, pass 0: the batch is then only counted."""
         self.num_batches += 1
         if print_:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def is_promised(self) -> bool:
-        """Whether all ranks have promised this batch. Uses up one promise."""
+        """Whether all ranks have promised this batch, so it needs no message. Uses up one promise."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
         return True
 
     def can_promise_steps(self, num_equal: int, seconds: float) -> int:
-        """Return how many batches to promise: 4 times the last number + 3, within `num_equal` batches and `seconds`."""
+        """Return how many of the next batches to promise: at most `num_equal`, and those that end within `seconds`."""
         if num_equal <= 0 or not can_promise_steps():
             return 0
         now = time.monotonic()
@@ -523,14 +523,14 @@ running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("runnin
 
 
 def session_of(model: Any) -> Session:
-    """Return the session of a prepared model."""
+    """Return the `Session` of a prepared model: the state that its ranks share."""
     session: Session = vars(model)[SESSION]
     return session
 
 
 @contextlib.contextmanager
 def run_of(session: Session | None) -> Iterator[None]:
-    """In a block, set the session of the running call; None if the call does not involve the other ranks."""
+    """In a block that runs `fit` or `evaluate`, set `running` to its session, or to None if this rank runs alone."""
     token = running.set(session)
     try:
         yield

@@ -38,7 +38,7 @@ class TrainStep:
         self._stateful = None
 
     def begin_fit(self) -> None:
-        """Called when `fit` begins."""
+        """Called when `fit` begins. Does nothing unless an extension overrides it."""
 
     def num_parts_of(self, num_ranks: int) -> int:
         """Return the number of parts into which a batch is divided. Default: one per rank."""
@@ -78,26 +78,24 @@ class TrainStep:
         return session.logs_of_all(logs)
 
     def after_loss(self) -> None:
-        """Called after each loss is computed. Extensions override it."""
+        """Called after each loss is computed. Does nothing unless an extension overrides it."""
 
     def restore_statistics(self) -> None:
-        """Undo changes of moving statistics by a step without rows, once. Otherwise do nothing."""
+        """Restore the moving statistics that a step without rows has changed. Later calls do nothing."""
         _assign(self._statistics)
         self._statistics = []
 
-    # -- per-rank state ------------------------------------------------------------------------------------------
-
     def before_step(self, begins_epoch: bool) -> None:
-        """Called before each training step, on all ranks."""
+        """Called before each training step, on all ranks. Does nothing unless an extension overrides it."""
 
     def before_reading(self) -> None:
-        """Called on all ranks before weights are read."""
+        """Called on all ranks before weights are read. Does nothing unless an extension overrides it."""
 
     def weights_set(self) -> None:
-        """Called when training begins and all ranks have equal weights."""
+        """Called when training begins with equal weights on all ranks. Does nothing unless overridden."""
 
     def end_epoch(self, is_call: bool) -> None:
-        """Called at the end of an epoch of `fit` (`is_call`), or of a `train_on_batch` (not `is_call`)."""
+        """Average per-rank state after an epoch of `fit` (`is_call`) or a `train_on_batch` (not `is_call`)."""
         self.settle()
 
     def settle(self) -> None:
@@ -110,14 +108,14 @@ class TrainStep:
         return [(int(reducer.iterations), has_own) for reducer in self._session.reducers]
 
     def stopped_alike(self) -> bool:
-        """Whether all ranks have made the same updates and have per-rank state to average. All call it together."""
+        """Whether all ranks have made the same updates and have state to average. All ranks must call this together."""
         found = self.progress()
         everyones = gather_objects(found, "compares how far ranks are")
         return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def _counted_metrics(model: Any) -> list[Any]:
-    """Return the metric variables that a step without rows must not change: all but the trackers of mean losses."""
+    """Return the metric variables that a step without rows must not change: all except those of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     return [v for v in model.metrics_variables if id(v) not in shared]
 
@@ -132,7 +130,7 @@ def _with_values(variables: list[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
     for variable, value in values:
-        # Assign to `data`, without autograd, because the backward pass may follow. It does not use these values.
+        # Assign to `data`, without autograd: the backward pass may follow, and does not need these values.
         variable.value.data.copy_(value)
 
 

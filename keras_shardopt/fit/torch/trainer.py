@@ -119,7 +119,7 @@ class PreparedOnTorch(PreparedModel):
         return session.rows_of_all(outputs, session.rows())
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss after `confirm`, because ranks now exchange tensors, so all must run the same step."""
+        """Compute the loss once all ranks are in the same step, because losses exchange tensors between ranks."""
         session = session_of(self)
         session.confirm()
         loss = super().compute_loss(*args, **kwargs)
@@ -176,7 +176,7 @@ def step_one_by_one(model: Any) -> None:
 def _run(
     session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`: on all ranks (`together` is the session), or on this rank only (None)."""
+    """Run `fit`, `evaluate` or `predict` on all ranks together, or on this rank alone if `together` is None."""
     before = session.call
     with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
