@@ -169,6 +169,22 @@ def test_files_hold_the_shapes_of_the_weights_and_fit_any_number_of_devices(tmp_
     assert int(plain.optimizer.iterations) == 4
 
 
+@pytest.mark.parametrize("num_replicas", some([2, 3, 6, 7], [3]))
+def test_parts_for_sharded_checkpoints_hold_each_element_once_and_no_padding(num_replicas):
+    with ks.data_parallel(num_replicas):
+        optimizer = ks.CrossShard(momentum(), shard_state=True)
+        fitted(compiled(optimizer), 1)
+    shards = optimizer._shards
+    divided = [variable for variable in optimizer.variables if shards.is_divided(variable)]
+    assert divided
+    for variable in divided:
+        parts, expected = shards.own_parts(variable, (1, 0)), shards.stored(variable)
+        assert parts.shape == expected.shape and all(values.size for _, values in parts.parts)
+        ordered = sorted(parts.parts, key=lambda part: part[0])
+        assert [start for (start,), _ in ordered] == [0, *np.cumsum([values.size for _, values in ordered])[:-1]]
+        np.testing.assert_array_equal(np.concatenate([values for _, values in ordered]), expected.reshape(-1))
+
+
 def test_an_update_that_is_not_finite_changes_nothing():
     with ks.data_parallel(3):
         model = compiled(ks.CrossShard(momentum(), shard_state=True, on_nonfinite="skip"))

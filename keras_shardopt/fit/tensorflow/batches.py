@@ -69,9 +69,7 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
             return leaf
         if isinstance(leaf, tf.SparseTensor):
             rest = leaf.dense_shape[1:]
-            begin, size = (
-                tf.concat([[tf.cast(n, "int64")], of], 0) for n, of in ((start, rest * 0), (stop - start, rest))
-            )
+            begin, size = (tf.concat([[n], of], 0) for n, of in ((start, rest * 0), (stop - start, rest)))
             rows = tf.sparse.slice(leaf, begin, size)
             rows.set_shape([None, *leaf.shape[1:]])  # set it again, because the slice loses the static shape in a graph
             return rows

@@ -9,6 +9,7 @@ from keras import ops
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.backends import phases
 
 pytestmark = pytest.mark.backends("jax")
 
@@ -113,6 +114,16 @@ def test_training_goes_on_after_averages_have_become_the_weights(policy):
         model.fit(X, Y, batch_size=8, verbose=0)
         assert all(np.isfinite(value).all() for value in values(model))
         assert any((value != before).any() for value, before in zip(values(model), average))
+
+
+def test_one_process_waits_for_no_other():
+    recorder = phases.Recorder("other")
+    with compiled(net, replica_clipnorm=1.0) as model:
+        recorder.start()
+        model.fit(X, Y, batch_size=7, verbose=0)
+        model.evaluate(X, Y, batch_size=8, verbose=0)
+        model.predict(X, batch_size=7, verbose=0)
+    assert not {"waiting", "sending"} & set(recorder.stop())
 
 
 # -- steps that fail ---------------------------------------------------------------------------------------------------
