@@ -192,7 +192,7 @@ def _keeps_master_weights(dtype: Any) -> bool:
 
 
 def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
-    """Return a number, an `AutomaticLossScaler`, or None for no scaling."""
+    """Return the scale that `loss_scaling` selects: a number, an `AutomaticLossScaler`, or None for no scaling."""
     if isinstance(loss_scaling, str):
         if loss_scaling.strip().lower() not in ("backoff", "logmax"):
             raise ValueError(

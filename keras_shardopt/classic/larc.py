@@ -107,7 +107,7 @@ class LARC(OptimizerWrapper):
         self.faithful = faithful
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Multiply each gradient by its factor (see `ratio`)."""
+        """Multiply each gradient by the factor that `ratio` returns."""
         result = list(grads)
         scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
         wide = [self._wide(grads[i], variables[i]) for i in scaled]
@@ -127,7 +127,7 @@ class LARC(OptimizerWrapper):
         return in_float32(dense(grad, variable))
 
     def _ratios(self, wide: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
-        """Return the factor of each gradient. Those of one dtype are computed as one vector, which is faster."""
+        """Return the factor of each gradient. Factors of one dtype are computed as one vector, which is faster."""
         factors: list[Any] = [None] * len(wide)
         for dtype in dict.fromkeys(map(dtype_of, wide)):
             members = [i for i, grad in enumerate(wide) if dtype_of(grad) == dtype]

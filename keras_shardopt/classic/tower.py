@@ -1,4 +1,4 @@
-"""`Tower` and `replicate`: each tower (run of a step) computes gradients of a chunk of the batch; one update uses all.
+"""`Tower` and `replicate`: run a training step once per chunk of the batch (a run is a tower), and update once.
 
 Private names of Keras touched here (test_tower.py checks that it exists):
     `keras.src.backend.common.global_state` - global attributes that `keras.utils.clear_session` clears.
@@ -22,7 +22,7 @@ from keras_shardopt.numerics import FunctionT, Gradients, Tensor, Variable, add,
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# None except on TensorFlow: there, towers can run on several devices while the weights stay on one.
+# TensorFlow only (otherwise None): towers can run on several devices, while the weights stay on one device.
 _on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
@@ -39,7 +39,7 @@ _MEANS = (
 
 
 class _Replication:
-    """The state of one call of a step that `replicate` has made."""
+    """The state of one call of a function that `replicate` has returned."""
 
     def __init__(self, num_towers: int, factor: float) -> None:
         self.num_towers = num_towers
@@ -52,7 +52,7 @@ class _Replication:
         self._num_calls: dict[int, list[int]] = {}  # one count per tower
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
-        """Add a tower's gradients to those of the same call in other towers. In the last tower, return this `_Call`."""
+        """Add the gradients of a tower's n-th `apply` call to those of other towers. The last tower gets the sums."""
         key = id(optimizer)
         self._names[key] = optimizer.name
         calls, counts = self._calls.setdefault(key, []), self._num_calls.setdefault(key, [0] * self.num_towers)
@@ -91,7 +91,7 @@ class _Replication:
 
 
 class _Call:
-    """Sums over towers of the gradients for one call of an optimizer."""
+    """The gradients of one `apply` call of an optimizer, summed over the towers so far."""
 
     def __init__(self) -> None:
         self._variables: dict[Any, Variable] = {}
@@ -216,7 +216,7 @@ class Tower(OptimizerWrapper):
             super().update_inner(call.grads, call.variables)
 
     def _on_outer_loss_scaling(self) -> None:
-        # Raise no error here, because updates outside `replicate` are correct. Inside, `_check_is_outermost` raises.
+        # Loss scaling around a `Tower` is an error only inside `replicate`, so `_check_is_outermost` raises it later.
         self._is_in_loss_scaling = True
         super()._on_outer_loss_scaling()
 
@@ -240,7 +240,7 @@ class Tower(OptimizerWrapper):
 
     @staticmethod
     def has_been_used() -> bool:
-        """Whether a `Tower` has used its inner optimizer (even its name).
+        """Whether any `Tower` has used its inner optimizer. Even `get_name` counts as a use.
 
         Inside `replicate`, only uses in this call of the step count. Outside, all uses outside `replicate` count since
         the program started or `keras.utils.clear_session` was called.
@@ -274,8 +274,8 @@ def replicate(
       after another, as micro-batches that need only one tower's memory for activations. After a first `fit` on
       TensorFlow or JAX, also call `model.make_train_function(force=True)`, because Keras keeps the compiled step.
     - A custom step is `step(batch) -> outputs`, or, as in Keras on JAX, `step(state, batch) -> (outputs, state)`. Each
-      tower receives the previous tower's state. Pass inputs and targets as one batch: `step((x, y))`. Compile
-      (`jax.jit`, `tf.function`) what `replicate` returns instead of the step.
+      tower receives the previous tower's state. Pass inputs and targets as one batch: `step((x, y))`. Apply `jax.jit`
+      or `tf.function` to the function that `replicate` returns, not to the step.
 
     Args:
         step: function to run.
@@ -399,7 +399,7 @@ _REMEDY = "Choose another batch size, and drop a smaller last batch."
 
 @contextlib.contextmanager
 def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
-    """Yield a list of the chunks of all towers. Towers must run inside this context."""
+    """Split the batch, and yield the list of its chunks, one per tower. Towers must run inside this context."""
     leaves = tree.flatten(batch)
     with_rows = [leaf for leaf in leaves if _has_rows(leaf)]
     if not with_rows:

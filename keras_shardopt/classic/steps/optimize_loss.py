@@ -287,7 +287,7 @@ def compile_step(
     Args:
         function: the step of one replica. Its positional arguments are the rows of the replica, its keyword arguments
             are constants of the program. It returns a scalar, the mean over these rows.
-        variables: variables that `function` reads or assigns, perhaps not all.
+        variables: variables that `function` reads or assigns. The list may be incomplete.
         jit_compile: see `optimize_loss`.
 
     Returns:

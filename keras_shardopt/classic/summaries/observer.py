@@ -37,8 +37,8 @@ _Read = Callable[[], Gradients]
 class Observer:
     """Measures values in an update, and stores them in variables.
 
-    The variables are part of the state of the innermost observed wrapper, because compiled steps and branches return
-    only variables of the optimizer.
+    The variables belong to the innermost wrapper that is observed. Compiled steps and branches can assign only
+    variables of the optimizer.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:
@@ -54,7 +54,7 @@ class Observer:
         # Each entry has a wrapper, the method of this observer that the wrapper calls, and the function that measures.
         self._hooks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
         before = (changing[0], "before_transform") if changing else (last, "before_update")
-        # Clipped gradients are not kept, to save memory. The functions that measure these clip the gradients again.
+        # To save memory, clipped gradients are not stored. The functions that measure clipped gradients clip again.
         self._clipping = clipping[-1] if clipping else None
         clipped = (clipping[-1], "before_transform") if clipping else before
         if "global_gradient_norm" in names:
@@ -86,7 +86,7 @@ class Observer:
             wrapper._observe(None)
 
     def _watch(self, name: str) -> tuple[Any, Callable[[], None]]:
-        """Add the stage that measures a summary to the outermost `CrossShard`, which has each replica's gradients."""
+        """Make the outermost `CrossShard` measure a summary, because it receives each replica's own gradients."""
         found = cross_shards(self._optimizer)
         if not found:
             raise ValueError(
@@ -159,7 +159,7 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # A function that only measurements call, because a traced branch would keep gradients as inputs in memory.
+        # Convert gradients inside the measuring branch. Converted before it, they would be inputs that stay in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
@@ -210,7 +210,7 @@ class Observer:
         self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the trainable variables, or the slices of these that are updated if `variables` are such slices."""
+        """Return each trainable variable; if `variables` lacks it, the slice or copy that the optimizer updates."""
         trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
         return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]
@@ -271,7 +271,7 @@ class Observer:
 
 
 def _new_variable(shape: Sequence[int], dtype: str = "float32") -> Variable:
-    # On TensorFlow, each replica has a copy of the same value, because replicas cannot always communicate in updates.
+    # On TensorFlow, each replica assigns its own copy, because an update cannot always communicate. Copies are equal.
     return keras.Variable(
         ops.zeros(tuple(shape), dtype),
         dtype=dtype,

@@ -23,11 +23,11 @@ SUMMARIES = [
 """The names of summaries that users can pass."""
 
 STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
-"""For each summary that a stage measures: a function that creates the stage, and the stage's attribute by tag."""
+"""For each summary that a `Stage` of `CrossShard` measures: a function that creates the stage; its attribute by tag."""
 
 
 def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
-    """Register a summary that a stage of the outermost `CrossShard` measures."""
+    """Register a summary that a `Stage` inside the outermost `CrossShard` measures."""
     SUMMARIES.append(name)
     STAGES[name] = made, tags
 
@@ -73,5 +73,5 @@ def dynamic_loss_scale(optimizer: Optimizer) -> float | None:
 
 
 def rate_tag(leaf: Any, num_leaves: int) -> str:
-    """Return the tag of a learning rate. It contains the optimizer's name if several exist."""
+    """Return the tag of an optimizer's learning rate, with the optimizer's name if several optimizers exist."""
     return "learning_rate" if num_leaves == 1 else f"learning_rate_{leaf.name}"
