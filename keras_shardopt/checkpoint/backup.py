@@ -235,7 +235,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 join_gather(model)
         except Exception as error:
             problem = _sendable(error)
-        # This also waits: no process continues before rank 0 has written the backup.
+        # `raise_together` also makes all processes wait until rank 0 has written the backup.
         raise_together(problem)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -359,7 +359,7 @@ def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
 
 
 def _of_chief(arrays: list[np.ndarray] | None, i: int) -> np.ndarray:
-    """Sends one of rank 0's arrays to every process. Not all at once, to save memory: each is copied many times."""
+    """Sends one of rank 0's arrays to every process. One array per call saves memory, because sending makes copies."""
     return processes.gather_objects(None if arrays is None else arrays[i])[0]
 
 

@@ -13,7 +13,7 @@ _OURS = "keras_shardopt"
 
 
 def make_portable(path: str) -> None:
-    """Replace the optimizer in a ".keras" file by the one inside its wrappers, and synchronized layers by plain ones.
+    """Rewrite a ".keras" file with the innermost optimizer instead of its wrappers, and without synchronized layers.
 
     Raises:
         ValueError: if the model has other classes of this package.
@@ -34,7 +34,7 @@ def make_portable(path: str) -> None:
 
 
 def replaced(config: Any, replace: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return the JSON of an object with `replace(entry)` for each dict in it, until `replace` returns its argument."""
+    """Return nested JSON with each dict replaced by `replace(dict)`, repeatedly until `replace` changes nothing."""
     if isinstance(config, list):
         return [replaced(each, replace) for each in config]
     if not isinstance(config, dict):

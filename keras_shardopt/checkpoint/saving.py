@@ -258,14 +258,14 @@ def _save(
 
 
 def before_reading(model: Any) -> None:
-    """Prepares the weights for reading; local SGD assigns the mean over replicas. All processes must call it."""
+    """Assigns the mean over replicas to weights that differ because of local SGD. All processes must call it."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
                 part.pipeline.before_reading()
 
 
-# On TensorFlow, some variables can only be read by all processes together.
+# TensorFlow only (otherwise None): some variables can only be read by all processes together.
 _collective_reads = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
@@ -312,7 +312,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
         return
     file = Unfinished(str(path))
     try:
-        # Leave the strategy: Keras' saver creates an optimizer, and inside, on JAX, all processes would have to join.
+        # Keras' saver creates an optimizer. On JAX, inside a distribution, all processes would have to create it.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()
@@ -321,7 +321,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
 
 
 def join_gather(model: Any) -> None:
-    """Sends this process's state to a process that saves in `gather_despite_errors`. Writes no file."""
+    """Sends this process's part of divided optimizer state to the process that writes the file."""
     if needs_all(model):
         with communicating(model):
             for part, _ in saved_together(model):
@@ -346,10 +346,10 @@ def saves_collectively(optimizer: Optimizer) -> bool:
 
 
 def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively) -> list[tuple[Any, str]]:
-    """Returns the objects that store the state of each optimizer that `which` selects, with names for backups.
+    """Returns (object, name in backups) for each object that saves state of the optimizers that `which` selects.
 
-    The order is that of Keras' saver. Saving the objects gathers divided state, so all processes must save them in
-    this order.
+    The order is that of Keras' saver. Saving an object gathers its divided state from all processes, so all processes
+    must save the objects in this order.
     """
     chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
     if len(chosen) > 1:
@@ -417,7 +417,7 @@ class _DelayedErrors:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """Makes this process gather all divided state exactly once in this block, even if the save in it fails."""
+    """Makes this process gather all divided state once, even if its save in the block fails, so no process hangs."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield
@@ -436,7 +436,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
         if delayed.problem is not None:
             raise delayed.problem
 
-    # Replace the method of each object in this block. `object.__setattr__` avoids Keras' tracking of attributes.
+    # Use `gather` as `save_own_variables` in this block. `object.__setattr__` avoids Keras' tracking of attributes.
     for part in parts:
         object.__setattr__(part, "save_own_variables", functools.partial(gather, part))
     try:

@@ -89,7 +89,7 @@ def optimizer_variables(model: Any) -> list[keras.Variable]:
 
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
     if is_stored_whole(optimizer):
-        # The backup stores the other variables separately, joined from all shards. Only counts of skipped steps remain.
+        # Return only counts of skipped steps. The backup stores all other variables elsewhere, joined from all shards.
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
@@ -122,7 +122,7 @@ def global_seed(make: bool) -> list[keras.Variable]:
     return [] if found is None else [found.state]
 
 
-# On PyTorch, global random numbers of the framework must be saved too.
+# PyTorch only (otherwise None): the framework's global random number state, which must be saved too.
 _generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
 
 

@@ -23,13 +23,13 @@ class CommunicationReport:
     """
 
     collectives: list[Collective]
-    """The collectives of the last update, or of the compiled step. With `PowerSGD`, those after its warm-up.
+    """The collective calls of the last update, or those in the compiled step. With `PowerSGD`, calls after its warm-up.
 
-    With `LocalSGD`, after its warm-up: those of the last sync step, or of the one in the compiled step.
+    With `LocalSGD`, the calls of the last step that averages weights (a sync step), after the warm-up.
     """
 
     float32_bytes: float
-    """The bytes to reduce the same gradients uncompressed in float32."""
+    """The bytes that a replica would send if it reduced the same gradients uncompressed, in float32."""
 
     num_updates: int = 1
     """The number of updates that send `collectives` together: with `LocalSGD`, the updates per sync step."""

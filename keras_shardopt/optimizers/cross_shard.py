@@ -266,7 +266,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         return [*self._trainable_variables, *self._shared_variables, *per_replica, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:
-        """Raises: Keras' LossScaleOptimizer would check gradients before the reduction."""
+        """Raises ValueError: a `LossScaleOptimizer` around `CrossShard` would check gradients of one replica only."""
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it. Outside, it checks the gradients of "
             "one replica only, so replicas skip different steps, and then diverge or deadlock. "

@@ -99,7 +99,7 @@ class GradientClipping(OptimizerWrapper):
 
 
 def norm_over_replicas(norm: Tensor) -> Tensor:
-    """Returns the norm over all replicas' slices, from the norm of this replica's slices."""
+    """Returns the norm of all gradients, from the norm of the slices of gradients that this replica holds."""
     (total,) = runtime.communicator("batch").all_reduce([ops.reshape(ops.square(norm), (1,))], "sum")
     return ops.sqrt(total[0])
 

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
 
 _INT = "int"  # the backend's int type, as for Keras' counters
 
-# For each parameter: OpenSeq2Seq's default, the type (like there, no int for a float), and the valid range.
+# For each parameter: OpenSeq2Seq's default, the type, and the valid range. As in OpenSeq2Seq, an int is not a float.
 _Rule = tuple[Any, type, Callable[[Any], bool], str]
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
 _DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
@@ -212,11 +212,11 @@ class AutomaticLossScaler:
             variable.assign(value)
 
     def _only_counts(self, has_nan: Any, amax: Any) -> bool:
-        """Whether this step only increments the counter of good steps. False if a check would wait for the device."""
+        """Whether this step only adds 1 to the counter of good steps. Also False if finding out would be slow."""
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
-        """Whether a step without overflow would only increment the counter. False if reading that is not cheap."""
+        """Whether a step without overflow would only add 1 to the counter. Also False if reading it would be slow."""
         if self.algorithm != "Backoff":
             return False
         counter = self._state[-1]
@@ -225,14 +225,14 @@ class AutomaticLossScaler:
         return int(value) + 1 < self.params["step_window"]
 
     def _count_if_good(self, grads: Gradients) -> bool:
-        """If one cheap check shows that this step only increments the counter, increments it and returns True."""
+        """If a fast check shows no overflow and no change of the scale, adds 1 to the counter and returns True."""
         if type(self) is not AutomaticLossScaler or not self._may_only_count() or not _are_surely_finite(grads):
             return False
         self._state[-1].assign_add(1)
         return True
 
     def _fast_check(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Like `check_grads`, but with "Backoff", `amax` of a good step is arbitrary, because Backoff ignores it."""
+        """Returns the same as `check_grads`, but faster with "Backoff", which needs no `amax` of a good step."""
         if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
             if _are_surely_finite(grads):
                 return _nothing_found()

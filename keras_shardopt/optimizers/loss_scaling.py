@@ -155,7 +155,7 @@ class ScaledUpdate(OptimizerWrapper):
         if not is_known or overflows:
             skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
 
-        # Divide inside the branch: there XLA fuses the division with the update, but it stores arguments of a branch.
+        # Divide inside the branch: XLA then fuses the division with the update. Quotients made outside need memory.
         def update(given: Sequence[Any]) -> None:
             *grads, scale = given
             self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
@@ -190,8 +190,8 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # Replicas that run separate programs always exchange results, because all must decide alike. So do replicas if
-        # a user has set `gradients=`, because its value may be wrong or differ between replicas.
+        # All replicas must decide alike, so replicas with separate programs exchange the results of their checks. With
+        # `gradients=` set by a user, all replicas do so, because its value may be wrong or differ between replicas.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
@@ -203,7 +203,7 @@ class ScaledUpdate(OptimizerWrapper):
         return has_nan, amax
 
     def _on_outer_loss_scaling(self) -> None:
-        """Raises if this optimizer scales the loss: two scalings would conflict."""
+        """Raises ValueError if this optimizer scales the loss, because the outer optimizer scales it too."""
         if self._scales_loss:
             raise ValueError(
                 f"Cannot scale the loss twice. Received: a `LossScaleOptimizer` around {self!r}. "

@@ -1,4 +1,4 @@
-"""Registers each new optimizer that reduces gradients in all open `collected` blocks."""
+"""`collected`: a block that collects the new optimizers that communicate with other replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# TensorFlow only: the first such optimizer starts a record of the losses that users divide by the number of replicas.
+# TensorFlow only (otherwise None): the first `CrossShard` starts to record if a loss is divided by the replicas.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []
@@ -29,7 +29,7 @@ def collected() -> Iterator[weakref.WeakSet[Any]]:
 
 
 def register_created(optimizer: Optimizer) -> None:
-    """Adds an optimizer that communicates with other replicas to all open `collected` blocks."""
+    """Adds a `CrossShard`, or an optimizer around one, to the sets of all open `collected` blocks."""
     for found in _collections:
         found.add(optimizer)
     if _watching is not None:

@@ -26,7 +26,7 @@ from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import named_like
 
-# None except on TensorFlow: there, Keras' own optimizers sum the gradients of replicas.
+# TensorFlow only (otherwise None): Keras' own optimizers sum the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
@@ -114,7 +114,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """True, because `build` determines later which variables get master weights."""
+        """Whether this wrapper has its own variables. True even before `build` creates master weights."""
         return True
 
     @property
@@ -123,7 +123,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """Omits `skipped_steps` of a constant scale, because files of earlier versions do not have this counter."""
+        """The variables in files. `skipped_steps` of a constant scale is omitted, because older files lack it."""
         skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._saved_state if v is not skipped]
 
@@ -146,7 +146,7 @@ class MixedPrecision(ScaledUpdate):
                 variable.regularizer = _OnMaster(variable.regularizer, self)
 
     def _new_master(self, variable: Variable) -> Variable:
-        # Not an assignment: TensorFlow may build while it traces a step, and would repeat an assignment in every step.
+        # Use an initializer: if TensorFlow builds while it traces a step, an assignment would run in every step.
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
             return ops.cast(variable, "float32")
 
@@ -222,7 +222,7 @@ class MixedPrecision(ScaledUpdate):
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
     def _with_penalty(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
-        """Adds the gradient of the regularizer, computed at the master weight, if the variable has both."""
+        """Adds the gradient of the regularizer at the master weight, if the variable has a regularizer and a master."""
         pair = self._masters.get(self._var_key(variable))
         if pair is None:
             return grad
@@ -273,7 +273,7 @@ _updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", defa
 
 @contextlib.contextmanager
 def updating_with(optimizer: Optimizer) -> Iterator[None]:
-    """In the block, sets the optimizer that the loss is computed for, if `model.compile` has set another one."""
+    """In the block, declares that `optimizer` trains on the loss, even if `model.compile` has set another optimizer."""
     token = _updating.set(optimizer)
     try:
         yield
@@ -297,7 +297,7 @@ class _OnMaster(keras.regularizers.Regularizer):
         return ops.stop_gradient(penalty) if self._owner_updates() else penalty
 
     def _owner_updates(self) -> bool:
-        """Whether the optimizer that trains on the current loss is the owner, or a wrapper around it."""
+        """Whether the optimizer that trains on the current loss is the `MixedPrecision` `owner`, or wraps it."""
         owner = self._owner()
         if owner is None:
             return False

@@ -13,7 +13,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class ReportsNonFinite(OptimizerWrapper):
-    """Reports the updates that a `SkipNonFinite` stage skips, and raises for them with `on_nonfinite="raise"`."""
+    """Counts updates skipped because of NaN or infinity, and raises an error for them with `on_nonfinite="raise"`."""
 
     on_nonfinite: str
     _nonfinite: SkipNonFinite | None

@@ -15,7 +15,7 @@ from keras_shardopt.wrapping.rollback import save_before_assignment
 
 
 class TwoPhases:
-    """`compute_gradients` and `minimize` for a wrapper with per-replica gradients."""
+    """A mixin with TensorFlow 1's `compute_gradients` and `minimize` for `CrossShard`."""
 
     axis_name: str
     built: bool

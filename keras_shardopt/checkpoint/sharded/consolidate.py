@@ -113,7 +113,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _plain(config: dict[str, Any]) -> Any:
-    """Return the inner optimizer in place of a serialized `CrossShard`."""
+    """Return the config of the inner optimizer if `config` is that of a `CrossShard`; otherwise return `config`."""
     if config.get("class_name") == "CrossShard" and str(config.get("registered_name")).startswith("keras_shardopt"):
         return config["config"]["inner_optimizer"]
     return config

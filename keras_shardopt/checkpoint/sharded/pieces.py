@@ -236,7 +236,7 @@ class Checkpoint:
         return path in self.manifest["entries"]
 
     def verify(self, process: tuple[int, int] = (1, 0)) -> None:
-        """Read every piece and check its hash. With `process` = (number of processes, index), check only its share.
+        """Read pieces and check their hashes: all, or the share of `process` = (number of processes, index).
 
         Raises:
             OSError: if a piece is damaged.
@@ -313,7 +313,7 @@ class StoredArray:
         ]
 
     def _filled(self, shape: tuple[int, ...], first: int) -> np.ndarray:
-        """Return an array of shape `shape`: the rows that start at row `first`."""
+        """Return the `shape[0]` rows that start at row `first`. A row of a flat array is an element."""
         result = np.empty(shape, self.dtype)
         for piece in self._entry["pieces"]:
             start, size = piece[2] or [0], _shape_of(self._entry, piece[3], self.dtype.itemsize) or [1]
@@ -330,6 +330,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _shape_of(entry: Mapping[str, Any], stored: Sequence[int], item: int) -> list[int]:
-    """Return the shape of a piece in the array's dtype. A file holds some dtypes as bytes, with another shape."""
+    """Return the shape of a piece, from its shape in the file. Files hold some dtypes, such as bfloat16, as bytes."""
     is_bytes = _storable(np.empty((0,), _dtype(entry["dtype"]))).dtype != _dtype(entry["dtype"])
     return [*stored[:-1], stored[-1] // item] if is_bytes else list(stored)

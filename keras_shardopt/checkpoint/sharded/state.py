@@ -46,7 +46,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# On JAX, `assign` compares values between processes. This module avoids that, because processes may assign alone.
+# JAX only (otherwise None): there, `assign` compares values between processes, unless it runs in a special block.
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"
@@ -69,7 +69,7 @@ def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
     for extension, name in extensions_of(model):
         for i, array in enumerate(extension.save_state()):
             sources[f"{_TRAINING}{name}/{i}"] = Source(even_parts(np.asarray(array), process), {})
-    # Call `_assets_of` on all processes, because it makes Keras create an optimizer, and on JAX all must do that.
+    # Call `_assets_of` on all processes, because Keras' saver creates an optimizer, and on JAX all must create it.
     for name, content in list(_assets_of(model)):
         if process[1] == 0:
             sources[ASSETS + name] = Source(even_parts(np.frombuffer(content, "uint8"), (1, 0)), {})
@@ -181,7 +181,7 @@ def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
 
 
 def _check_fits(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> set[int]:
-    """Raise ValueError unless the checkpoint fits the model. Return the ids of variables that Keras' files hold."""
+    """Raise ValueError unless the checkpoint fits the model. Return the ids of variables that Keras' saver stores."""
     store = _Saved(process, (), is_dry=True)
     saving_lib._save_state(model, store, None, "", set())
     has_optimizer = bool(optimizers_of(model))
@@ -257,7 +257,7 @@ class _Saved(saving_lib.H5IOStore):
         return True
 
     def process_for(self, variable: Variable) -> tuple[int, int]:
-        """Return the process as `own_parts` takes it: process 0 alone saves a variable that can differ."""
+        """Return (number of processes, index). A huge number makes process 0 save all of a variable that can differ."""
         num_processes, index = self._process
         return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
 

@@ -261,7 +261,7 @@ class TrainingStep:
 
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
         if skip_update is not None:
-            # Decide right before `apply`: while the loss is computed, the thread of another replica can call `decide`.
+            # Call `decide` only now: while this replica computed its loss, another replica's thread may have called it.
             self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
