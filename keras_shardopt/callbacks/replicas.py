@@ -212,8 +212,8 @@ def _compared(model: Any) -> list[Variable]:
 
 def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> list[Groups]:
     """Returns, per variable, the groups of replicas that must have equal values."""
-    # Each variable has one label per replica: the indices of the replica's groups in all assignments that apply to the
-    # variable. Replicas with equal labels must have equal values.
+    # For each variable, a replica has a label: its group in each `group_assignment` that applies to the variable.
+    # Replicas with equal labels must have equal values.
     labels_of: dict[int, list[tuple[int, ...]]] = {}
     all_labels: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:

@@ -154,7 +154,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         """Computes the number of past batches from the number of updates, because `batch` restarts at 0."""
         self._count_from_updates()
 
-    # Not `on_train_batch_end`: if a callback has that method, Keras waits for the logs of each step.
+    # Use this method, because Keras waits for the logs of each step if a callback has `on_train_batch_end`.
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the summaries of the last `every` updates, if the batch before this one has completed them."""
         if len(self._recorders) < len(self._optimizers):
@@ -168,8 +168,8 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # An update may use micro-batches of two epochs, so its exact batch is unknown. Any `num_micro_batches`
-            # successive batches have one update, so expect it in the last `num_micro_batches` of the period.
+            # An update may use micro-batches of two epochs, so the batch that ends it is unknown. Each run of
+            # `num_micro_batches` batches ends one update, so measure in the last such run of the period.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
         else:  # each optimizer may make several updates in a step, or none, so do not predict them
             for recorder in self._recorders.values():

@@ -86,7 +86,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _reached(bodies: dict[str, list[str]], entry: str) -> Iterator[tuple[str, bool]]:
-    """Yields the name of each computation that the entry can reach, and whether it runs only in a branch."""
+    """Yields the name of each computation (function) that the program calls, and whether it runs only in a branch."""
     seen: set[tuple[str, bool]] = set()
     waiting = [(entry, False)]
     while waiting:

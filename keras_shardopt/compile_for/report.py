@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The least seconds that a step needs of each resource (compute, memory, links)."""
+        """The least seconds that a step can take, by the resource that limits it: compute, memory, communication."""
         device = self.target.device
         return {
             "compute": self.flops / device.flops,

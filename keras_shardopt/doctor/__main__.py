@@ -35,9 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _gathered(mine: facts.Facts, seconds: float) -> tuple[list[facts.Facts], int, str]:
-    """Return the facts of all processes, or only `mine`; this process's position in this list; and an error, if any.
+    """Return a list of facts (a dict per process), the index of this process in the list, and an error text or "".
 
-    A child process makes the connection, because JAX and TensorFlow end a process that cannot connect to others.
+    After an error, the list may have only `mine`. A child process connects, because JAX and TensorFlow end a process
+    that cannot connect to the other processes.
     """
     received: dict[str, Any] = {"ranks": [mine], "me": 0, "done": False}
     error = ""
@@ -82,7 +83,7 @@ def _error_in(output: str, status: int, seconds: float) -> str:
 
 
 def _connect(folder: pathlib.Path, seconds: float) -> None:
-    """Run as the child: connect to the other processes, and write the facts of all."""
+    """Run as the child: connect to the other processes, and write the facts of all processes to a file."""
     mine = json.loads((folder / "mine").read_text())
     received: dict[str, Any] = {"done": False}
 

@@ -1,6 +1,6 @@
-"""The checks: each gets the facts of all processes and yields findings.
+"""The checks of a job. A check gets facts (a dict of settings and measurements per process), and yields findings.
 
-A new check is a function and a row of `CHECKS`. If processes could not connect, a check gets the facts of one.
+A new check is a function and a row of `CHECKS`. If processes could not connect, a check gets the facts of one process.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _each(ranks: Ranks, check: Callable[[Facts], Iterable[Finding]]) -> Iterator
 
 
 def _difference(ranks: Ranks, fact: str, level: str, remedy: str) -> Iterator[Finding]:
-    """Yield one finding for each entry of a fact that differs between processes, or one OK finding if none differs."""
+    """Compare a fact that is a dict. Yield a finding for each key with different values, or one OK finding."""
     entries = list(dict.fromkeys(entry for rank in ranks for entry in rank[fact]))
     differing = [entry for entry in entries if len(_groups(ranks, lambda rank: rank[fact].get(entry))) > 1]  # noqa: B023
     for entry in differing:
@@ -317,7 +317,7 @@ def _addresses(ranks: Ranks) -> Iterator[Finding]:
                 fix = f"Choose another port, or end the program that `ss -ltnp 'sport = :{fact['port']}'` names."
                 yield Finding(ERROR, f"another program uses the port of {address}", fix)
             elif number == errno.EADDRNOTAVAIL:
-                # If processes have connected all the same (by address translation), this is no error.
+                # Only warn if the processes are connected nevertheless, such as by address translation.
                 level = WARNING if "world" in rank else ERROR
                 text = f"this process must serve {address}, which is no address of its machine"
                 yield Finding(level, text, "Use an address of this machine, or start process 0 on the machine named.")

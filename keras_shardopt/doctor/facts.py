@@ -1,4 +1,4 @@
-"""The facts of one process that need no other process, as values for JSON."""
+"""Collects facts about one process (settings, versions, hardware), without communication, as values for JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREFIXES = (
 
 
 def local(directory: str, seconds: float = 10.0) -> Facts:
-    """Return this process's facts by collector. One that fails or needs over `seconds` has an entry in "failed"."""
+    """Return a dict of facts about this process. Collectors that fail or need over `seconds` are in "failed"."""
     collectors: dict[str, Callable[[], Any]] = {
         "process": _process,
         "versions": _versions,

@@ -13,7 +13,7 @@ def all_reduce(num_floats: int) -> Callable[[], None]:
     strategy = tf.distribute.get_strategy()
     vectors = strategy.experimental_distribute_values_from_function(lambda context: tf.ones(num_floats))
 
-    # `identity` places the vector on a device, which the all-reduce of a worker with one device needs.
+    # Use `identity` to place the vector on a device. If a worker has one device, the all-reduce needs this.
     def on_replica(vector: tf.Tensor) -> tf.Tensor:
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(vector))[:1]
 

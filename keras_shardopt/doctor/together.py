@@ -86,7 +86,7 @@ def _memory_speed() -> float:
 
 
 def _ticks(reducer: Callable[[int], Callable[[], None]]) -> list[float]:
-    """Return this process's clock right after each of several all-reduces, which end almost together everywhere."""
+    """Return this process's clock after each of several all-reduces. All processes end one at nearly the same time."""
     reduce, ticks = reducer(1), []
     for _ in range(9):
         reduce()

@@ -1,7 +1,7 @@
 """Schedules that combine or transform other schedules.
 
-Their argument `schedule` can also be a number (a fixed rate), or the config of a schedule. A schedule of Keras
-inside perhaps accepts only scalar steps, and the precision is then that of Keras' schedule.
+Their argument `schedule` can also be a number (a fixed rate), or the config of a schedule. With a schedule of Keras,
+steps may have to be scalars, and the precision is that of Keras' schedule.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Join(Schedule):
         """Returns the rate of the schedule that runs at this step."""
         rate = _rate(self.schedules[0], steps)
         for schedule, boundary in zip(self.schedules[1:], self.boundaries):
-            # A boundary of 0 is always passed. Do not compare, because unsigned integers cannot be compared with -1.
+            # Do not compare if the boundary is 0: every step has passed 0, and `exceeds(-1)` fails for unsigned steps.
             later = _rate(schedule, steps.since(boundary))
             rate = later if boundary == 0 else ops.where(steps.exceeds(boundary - 1), later, rate)
         return rate

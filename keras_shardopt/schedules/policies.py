@@ -247,7 +247,7 @@ class PolyDecay(Policy):
         fraction = steps.since(self.begin_decay_at).remaining(self.decay_steps)
         if self.power != 1:
             fraction = ops.power(fraction, self.power)
-        # Not the shorter (L - m) f + m, because its rounding would change the result L for f = 1.
+        # Do not shorten this to (L - m) f + m, because rounding would change the result L for f = 1.
         return _warmed_up(self.learning_rate, self.warmup_steps, steps) * fraction + self.min_lr * (1.0 - fraction)
 
 
@@ -309,7 +309,7 @@ class CosineDecay(Policy):
         self.decay_steps = check.duration("decay_steps", decay_steps)
         self.power = _power(power)
         if self.power != 1:
-            # A warning, not an error, so configs of OpenSeq2Seq with `power` still work.
+            # Warn instead of raising an error, so configs of OpenSeq2Seq with `power` still work.
             warn(
                 f"`power` has no effect on CosineDecay. Received: power={power!r}. Remove it, or use PolyDecay.",
             )
@@ -420,7 +420,7 @@ class InvPolyDecay(Policy):
 
     def rate_at(self, steps: StepCount) -> Tensor:
         """Returns the decayed rate."""
-        # The power (1 + k s) ** -p as an exponential, with `log1p`, which is precise for small k s.
+        # Compute the power (1 + k s) ** -p as an exponential of `log1p`, which is precise for small k s.
         return self.learning_rate * ops.exp(-self.power * ops.log1p(self._slope * steps.number()))
 
 

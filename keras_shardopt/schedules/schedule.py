@@ -203,7 +203,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 
 
 def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Returns `get(identifier)`. Errors name `argument`: the argument of another schedule with this value."""
+    """Returns `get(identifier)`, for a schedule that is an argument of another schedule. Errors name the argument."""
     try:
         return get(identifier)
     except (TypeError, ValueError) as error:
@@ -212,7 +212,7 @@ def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningR
 
 def at_least_float32(dtype: str) -> str:
     """Returns "float64" for "float64", and "float32" for the other float dtypes."""
-    # Not `keras.backend.result_type`, because it returns float32 for float64 on JAX and PyTorch.
+    # Do not use `keras.backend.result_type`, because it returns float32 for float64 on JAX and PyTorch.
     return dtype if dtype == "float64" else "float32"
 
 

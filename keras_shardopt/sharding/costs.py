@@ -1,4 +1,4 @@
-"""The cost of each variable's update, from a trial on shapes. All replicas count the same costs without messages."""
+"""The work of each variable's update, counted in a trial update on shapes alone. All replicas get the same result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_shardopt.sharding.report import size_of
 from keras_shardopt.sharding.separability import VISIBLE, fresh_copy
 from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 
-# Backends that can run an update on shapes alone.
+# PyTorch only (otherwise None): counts the work of an update on shapes alone, without values.
 _work = for_backend({"torch": "keras_shardopt.backends.torch.work"})
 
 
@@ -29,8 +29,8 @@ def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tu
         variables: the variables that replicas divide. They are not changed.
 
     Returns:
-        A pair for each variable. If the optimizer is of another package, or its update needs values, it is the
-        variable's size and 1.
+        A pair (work, number of operations) for each variable. If the optimizer is of another package, or its update
+        needs values, each pair is (size of the variable, 1).
     """
     by_size = [(float(size_of(variable)), 1) for variable in variables]
     # Optimizers of other packages may cache tensors. Tensors cached in this trial would have no values, so skip it.

@@ -26,7 +26,7 @@ from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
-# Backends that can divide a variable among devices.
+# JAX only (otherwise None): divides a variable among devices.
 _layouts: Any = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _MAX_OVER_IDEAL = 1.02
@@ -57,13 +57,13 @@ class PaddedLayout(OneProgramShards):
         rows = self._rows(flattened(variable))
         arguments = {"shape": rows.shape, "dtype": dtype_of(variable)}
         arguments |= {"initializer": lambda *_, **__: rows, "trainable": False, "autocast": False}
-        # Create it outside the distribution: a `LayoutMap` would give it the layout of its path, unfit for rows.
+        # Create the stand-in outside the distribution, because a `LayoutMap` would give it the variable's layout.
         stand_in = placement.outside_strategy(lambda: named_like(variable, **arguments))
         placement.place([stand_in], "sharded")
         return stand_in
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Return a flat tensor with padding, in one row per device."""
+        """Return the elements of a vector, padded with zeros, as a matrix with one row per device."""
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
         # Give every layout explicitly, because XLA would otherwise move elements between devices in the reshape.
@@ -79,12 +79,11 @@ class PaddedLayout(OneProgramShards):
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return gradients in the shapes of the stand-ins. The reduction returns some in these shapes already."""
+        """Return gradients in the shapes of the stand-ins. Some gradients have these shapes after the reduction."""
         inside = self.inside(variables)
         return [
             grad
             if grad is None or stand_in is v or tuple(grad.shape) == tuple(stand_in.shape)
-            # The gradient still has the variable's shape.
             else self._rows(flattened(grad, v))
             for grad, v, stand_in in zip(grads, variables, inside)
         ]

@@ -26,16 +26,16 @@ _SMALL = 0.01
 """Variables up to this fraction of an equal share are small: dividing them saves no memory."""
 
 _SMOOTHNESS = 10
-"""The exponent of loads in `_owners`. The sum of these powers approximates the largest load, which sets the time."""
+"""`_owners` minimizes the sum of the replicas' loads to this power, which approximates the largest load."""
 
 
 def divide(
     sizes: Sequence[int], may_split: Sequence[bool], costs: Sequence[tuple[float, int]], num_replicas: int
 ) -> list[list[Piece]]:
-    """Divide variables among replicas: whole ones to equalize update times, then slices of others to equalize memory.
+    """Divide variables among replicas: whole variables by update time, then slices of the other variables by memory.
 
     If some variables must stay whole, small ones stay whole too. Whole variables go first, from expensive to cheap,
-    each to the replica with the least work. The others, joined to one long vector, then fill the
+    each to the replica with the least work. The other variables, joined to one long vector, then fill the
     replicas up to an equal number of elements. So with enough splittable variables, no replica has more than an equal
     share, rounded up to an element. No replica has more than one piece of a variable.
 
@@ -71,7 +71,7 @@ def divide(
 
 
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
-    """Choose a replica for each cost. Work and operations are both divided evenly, because either can limit speed."""
+    """Choose a replica for each variable. Balance both work and operations, because either can limit the speed."""
     totals = [sum(column) for column in zip(*costs)]
     shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]

@@ -46,8 +46,8 @@ class MemoryReport:
     - "gradients": one gradient per trainable variable, and the sums of `gradient_accumulation_steps`. Measured on
       PyTorch only, because they exist only inside the compiled steps of TensorFlow and JAX.
     - "state": the optimizer state.
-    - "buffers": memory that updates keep: buckets, slices of weights, errors of a codec, counters. Temporary memory of
-      a step is not included. Not predicted for buckets of a codec.
+    - "buffers": memory that updates keep: buckets (joined arrays to send), slices of weights, compression errors,
+      counters. Temporary memory of a step is not included. Buckets of compressed gradients are not predicted.
     - "host copies": predicted: the host memory of one sharded checkpoint. Measured: all copies that saves hold now.
     """
 
@@ -94,7 +94,7 @@ def item_size(variable: Variable) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-# Backends that can divide a variable among devices.
+# JAX only (otherwise None): divides a variable among devices.
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 

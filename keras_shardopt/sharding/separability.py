@@ -1,8 +1,8 @@
 """Whether an update can be divided by variable or by element, determined by trial updates of a fresh optimizer.
 
-The trials use small variables: whole, split in two, with one more variable, and only every other variable. A variable
-can be split if its halves are updated as the whole is. Variables can be given to different replicas if each is updated
-the same without the rest. Otherwise the optimizer supports neither.
+The trials use small variables. A variable can be split if its two halves are updated like the whole variable. Different
+replicas can update different variables if two changes have no effect on updates: adding a variable, and leaving out
+every second variable. If a change has an effect, the state cannot be divided.
 
 Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
@@ -60,7 +60,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_ra
         and halves.slots_are_shaped[i]
         for i in range(len(probes))
     ]
-    # Arrays of state that belong to no variable have no owner, so nothing can be split.
+    # If an array of state belongs to no variable, it belongs to no slice either, so no variable can be split.
     all_owned = all(not shape for shape in halves.shared_shapes)
     kinds: dict[Any, bool] = {}
     for i, probe in enumerate(probes):
@@ -104,7 +104,7 @@ def _check_independent(
 
 
 def _has_state_like_small_ones(optimizer: Optimizer, probe: _Probe, slot_names: Sequence[str]) -> bool:
-    """Whether large variables get state like small ones. Some optimizers factor the state of large matrices only."""
+    """Whether a large variable has state like the small trial variable. Some optimizers factor only large matrices."""
     values = np.zeros(_large_shape(probe.variable), "float32")
     run = _Run(optimizer, [[(probe.variable, values, [])]], num_steps=0)
     return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
@@ -133,7 +133,7 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
 
 
 def check_can_shard(optimizer: CrossShardProtocol) -> None:
-    """Raise ValueError if an optimizer inside needs all gradients."""
+    """Raise ValueError if an inner optimizer needs all gradients. With `shard_state`, it receives only a part."""
     chain = descendants(optimizer)
     for one in chain:
         is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
@@ -152,9 +152,9 @@ def keep_exclusions(
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
-    """Exclude the variables that inner optimizers update (`Shards.stand_ins`), if the original ones are excluded.
+    """If a variable is excluded from weight decay, also exclude this replica's part of the variable.
 
-    Exclusions are, for example, from weight decay.
+    Inner optimizers update the part (`Shards.stand_ins`) instead of the variable.
     """
     key = optimizer._var_key
     for leaf in base_optimizers(optimizer):
@@ -178,7 +178,7 @@ def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
 
 
 def first_state(optimizer: Optimizer, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the initial state of a fresh copy of the optimizer, built on variables like these with these values."""
+    """Return the state that the optimizer would have after `build` if the variables had these values."""
     fresh = fresh_copy(optimizer)
     with empty_name_scope():
         fresh.build([_variable_with(variable, array) for variable, array in zip(variables, values)])
@@ -227,7 +227,7 @@ def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Run:
-    """A trial with a fresh optimizer: the updates and the state of variables, each given in one part or several."""
+    """A trial: trains small variables, each whole or in parts, with a fresh optimizer. Records updates and state."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
         fresh = fresh_copy(optimizer, **VISIBLE)
@@ -252,7 +252,7 @@ class _Run:
         self.shared_state = [np.array(ops.convert_to_numpy(v), "float64") for v in self._shared]
 
     def _map_state(self, fresh: Any, made: Sequence[Sequence[Variable]], flat: Sequence[Variable]) -> None:
-        """Map state to the parts of variables by name, as `SlotAccess` does."""
+        """Find the state of each part of a variable, by the names of the state variables."""
         owned = list(slots_of(fresh, flat))
         names: list[list[str]] = [[] for _ in flat]
         slots: list[list[Variable]] = [[] for _ in flat]

@@ -47,7 +47,7 @@ class Shards(abc.ABC):
     """Whether one program divides each array of state over its devices by a JAX sharding."""
 
     axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
-    """Maps the dimension along which each gradient is divided to that of its stand-in. Only if `lays_out`."""
+    """Maps the dimension along which a gradient is divided to the dimension for its stand-in. Only if `lays_out`."""
 
     gradient_slices: Any = None
     """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
@@ -84,7 +84,7 @@ class Shards(abc.ABC):
         return [part for part, variable in zip(self.stand_ins, self.variables) if part is not variable]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
-        """Map each state variable to its weight. Return wrappers' state as pairs (weight's position, variable)."""
+        """Map each state variable to its weight. Return (position of the weight, variable) for state of wrappers."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
@@ -135,7 +135,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the undivided shape of this state, as in files; None if only the replica with this state can tell."""
+        """Return the shape of this state in files, undivided. None if only another replica holds the state."""
 
     @abc.abstractmethod
     def stored(self, variable: Variable) -> np.ndarray:

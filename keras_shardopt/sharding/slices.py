@@ -1,6 +1,6 @@
 """The slices of variables, and of their optimizer state, that one process updates for all replicas.
 
-This module hides the layout of slices in messages. The inner optimizer is built on a stand-in for each trainable
+Only this module handles the layout of slices in messages. The inner optimizer is built on a stand-in for each trainable
 variable: this replica's slice, the variable itself if the replica owns it whole, or an empty variable if other replicas
 own it. So each replica has the same list of state variables, and joining them over replicas gives the whole state.
 
@@ -237,7 +237,7 @@ class FlatShards(Shards):
         self._copy_in()
         positions = [self._position(variable) for variable in variables]
         pairs = [(i, grad) for i, grad in zip(positions, grads) if grad is not None]
-        # If no gradient exists, the inner optimizer raises its error.
+        # If no gradient exists, call the inner optimizer anyway, because it raises Keras' error.
         chosen = self._with_own_elements(pairs) or [(i, None) for i in positions]
         inner.apply([grad for _, grad in chosen], [self.stand_ins[i] for i, _ in chosen])
         self._all_gather_weights(replicas)
@@ -248,8 +248,8 @@ class FlatShards(Shards):
         self._all_gather_weights(runtime.communicator(self._axis_name))
 
     def _with_own_elements(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        # Keep empty stand-ins if updates are element-wise, because these are cheap. Other updates run as many kernels
-        # for an empty matrix as for a full one, so drop it. But Keras' weight decay fails if no variable decays.
+        # Element-wise updates of empty stand-ins are cheap, so keep these. Other updates run as many kernels for an
+        # empty matrix as for a full one, so drop empty matrices. But Keras' weight decay fails if no variable decays.
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
@@ -268,7 +268,7 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
-        # All replicas run the same collectives in the same order, even if one's weights have left the flat memory.
+        # All replicas run the same collectives in the same order, even a replica whose weights have left flat memory.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []
         for bucket, weights in zip(self._buckets, self._flat_weights):
@@ -352,7 +352,7 @@ class FlatShards(Shards):
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            # For a scalar per variable, the first owner sends it. This condition must be equal on all replicas.
+            # If the state is one scalar per variable, only the first owner of a slice sends it. All replicas agree.
             if not tuple(variable.shape) and (self._may_split[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_split[i]:
@@ -461,10 +461,10 @@ def _buckets(
     return made
 
 
-# Backends that reduce gradients during the backward pass.
+# PyTorch only (otherwise None): reduces gradients during the backward pass.
 _sliced = for_backend({"torch": "keras_shardopt.backends.torch.sliced_bucket"})
 
-# Backends whose slices can share memory with the whole variable.
+# PyTorch only (otherwise None): slices share memory with the whole variable.
 _memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})
 
 

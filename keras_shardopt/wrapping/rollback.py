@@ -115,7 +115,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # If replicas decide separately whether to skip, not all take this branch, so it must not communicate.
+        # If replicas decide separately whether to skip, only some replicas run `put_back`, so it must not communicate.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)
@@ -228,7 +228,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
     accumulators = None if accumulating is None else accumulating.accumulation
-    # Reuse an inner rollback only if it has the same accumulation and has found the model's variables.
+    # Reuse the `Rollback` of an inner wrapper only if it has variables to restore and the same accumulators.
     for rollback in made:
         if rollback.variables and rollback.accumulators is accumulators:
             return rollback
@@ -258,7 +258,7 @@ def stamp(counter: Variable) -> Any:
     return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
 
 
-# TensorFlow only: a saved tensor may belong to another graph, and then it cannot be used.
+# TensorFlow only (otherwise None): a saved tensor may belong to another graph, and then it cannot be used.
 _graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"})
 
 
@@ -407,7 +407,7 @@ def watching_layers(before_assignment: Callable[[Variable], None]) -> Iterator[N
 
 
 def save_before_assignment(variable: Variable) -> None:
-    """Save the value of a variable that a loss is about to assign."""
+    """Save the value of a variable that a loss function is about to assign."""
     if _is_saving:
         _saved.save(variable)
 

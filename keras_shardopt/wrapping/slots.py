@@ -66,7 +66,7 @@ class SlotAccess:
         return next((slot for key, n, slot in self._slots() if key in keys and n == name), None)
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
-        """Return the keys that `_slots` yields with this variable's slots."""
+        """Return the keys under which `_slots` yields the slots of this variable."""
         return [self._var_key(variable)]
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:

@@ -30,7 +30,7 @@ from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 
-# Backends whose arrays can be divided among processes.
+# JAX only (otherwise None): an array can be divided among processes.
 _parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
@@ -166,7 +166,7 @@ def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
 
 
 def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
-    """Map the key of each state array in files to a text: the layer, the variable, and a name such as "momentum"."""
+    """Map the key of each state array in a file to its name, such as "dense/kernel momentum", to detect wrong files."""
     if not optimizer.built:
         return {}
     variables = optimizer._trainable_variables
@@ -177,7 +177,7 @@ def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
 
 
 def _may_be_for(metadata: _Metadata, model: Any) -> bool:
-    """Whether `metadata` can be that of an optimizer that updates exactly the model's trainable variables."""
+    """Whether a file with this metadata can be from an optimizer of exactly the model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
     if metadata.num_variables is not None:  # some variables can have no state in the file
@@ -262,7 +262,7 @@ class _Metadata(NamedTuple):
     """Attributes of a file that describe an optimizer's arrays."""
 
     slots: dict[str, str]
-    """Maps the key of each state array to a text: the layer, the variable, and a name such as "momentum"."""
+    """Maps the key of each state array to its name: layer, variable and slot, such as "dense/kernel momentum"."""
 
     kind: str | None
     """The class of the innermost optimizer."""
@@ -312,7 +312,7 @@ def _metadata_in(store: Any) -> _Metadata:
 
 
 def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
-    """Return an entry of `_Metadata.slots`, with its layer and variable in the form that `comparable` returns."""
+    """Return a name such as "dense/kernel momentum", with `comparable` applied to its first part, the path."""
     path, _, name = slot.rpartition(" ")
     return f"{comparable([path])[0]} {name}"
 

@@ -46,12 +46,12 @@ class InCheckpoints:
             wrapper._before_file_access(loads)
 
     def _before_file_access(self, loads: bool) -> None:
-        """Called before a checkpoint reads the state; if `loads`, before or after it assigns the state."""
+        """Called before the state is written to a file; with `loads`, before or after it is assigned from a file."""
 
     def _own_children(self) -> dict[str, Any]:
         if not self.built:  # `build` creates some of the variables
             return {}
-        # Keras' `MultiOptimizer` omits the state of its optimizers from such files.
+        # Keras' `MultiOptimizer` omits the state of its optimizers from TensorFlow's checkpoints, so add it here.
         several = leaves if len(leaves := base_optimizers(self)) > 1 else []
         children = {"wrapper_state": self._saved_wrapper_state.variables, "optimizer": several}
         return {f"{name}_{i}": child for name, found in children.items() for i, child in enumerate(found)}

@@ -57,7 +57,7 @@ from keras_shardopt.wrapping.trackable import InCheckpoints
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Backends whose kernels multiply gradients within the update.
+# PyTorch only (otherwise None): kernels that multiply gradients within the update.
 _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 _CHECK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
@@ -99,7 +99,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     """The inner optimizer, as a tuple; empty during the base class's constructor."""
 
     _arguments: tuple[str, ...] = ()
-    """The other constructor arguments that `get_config` stores unchanged, from attributes of the same names."""
+    """Attributes with the constructor arguments that `get_config` stores, except `inner_optimizer` and `name`."""
 
     _scope: GradientScope = OUTSIDE
     """Facts about incoming gradients, such as whether they are reduced. Set by the `CrossShard` around this wrapper."""
@@ -162,8 +162,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         variables = self._variables_inside(variables)
         if self._observer is not None:
             self._observer.before_update(self, grads, variables)
-        # On JAX, a conditional `apply` (LossScaleOptimizer) would assign traced values inside a branch, which JAX
-        # forbids. `stateless_apply` avoids that. It needs all variables at once.
+        # On JAX, a `LossScaleOptimizer` runs its update in a branch, and JAX forbids assigning traced values there.
+        # `stateless_apply` returns the values instead, but needs all trainable variables at once.
         if runtime.updates_are_stateless and _same(variables, self.inner._trainable_variables):
             state = self.inner.variables
             new = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in variables])
@@ -175,7 +175,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _delegates_factors(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
-        """Make the kernel of the next update multiply gradients by these factors. Return whether this is possible."""
+        """Return True if a kernel will scale the gradients in the next update. Otherwise the caller must scale them."""
         if _kernels is None or self._observer is not None:
             return False
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
@@ -222,8 +222,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
                 f"Received: {with_article(self.inner)} that was built for other variables. Create a new one."
             )
         if not self.inner.built:
-            # TensorFlow builds inside `apply`, in a name scope; variable paths must not depend on it.
-            # Keep Keras' tracking on: Adafactor needs it for variables that it does not use.
+            # TensorFlow builds inside `apply`, in a name scope that must not be part of variable paths.
+            # Do not turn off Keras' attribute tracking, because it collects Adafactor's placeholder variables.
             with empty_name_scope():
                 self.inner.build(inside)
         self._trainable_variables = variables
@@ -483,7 +483,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _divided_state(self) -> DividedState | None:
-        """The divided state of the inner optimizers, which can gather the whole; None if it is not divided."""
+        """The object that gathers the inner optimizers' divided state from all replicas; None if it is not divided."""
         inner = self.inner
         return inner._divided_state if isinstance(inner, OptimizerWrapper) else None
 
@@ -509,7 +509,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return f"{type(self).__name__}({shown(self.inner)}{self._repr_arguments()})"
 
     def _repr_arguments(self) -> str:
-        """Return the other constructor arguments, as `", key=value"`."""
+        """Return the constructor arguments in `_arguments` as text, each as `", key=value"`."""
         return "".join(f", {name}={getattr(self, name)!r}" for name in self._arguments)
 
 

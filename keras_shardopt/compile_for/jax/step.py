@@ -29,7 +29,7 @@ from keras_shardopt.compile_for.report import Compiled
 from keras_shardopt.compile_for.targets import Target
 from keras_shardopt.fit.jax.jitted import making_steps
 
-# Custom calls of GSPMD (XLA's partitioner). Exporting them is safe, because they do not depend on the platform.
+# Let JAX export custom calls of GSPMD (XLA's partitioner), because these calls do not depend on the platform.
 _ALLOWED = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
@@ -97,7 +97,7 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
 def _sharing_memory() -> Iterator[None]:
     """Makes the CPU devices share one buffer for the initial value of a variable, to save memory.
 
-    JAX uses the buffer of a NumPy array without a copy, but copies an array of one device for each other device.
+    For a NumPy array, all CPU devices use its buffer. For an array on one device, JAX makes a copy per other device.
     """
     put, initialize = jax.device_put, JaxVariable._initialize_with_initializer
 

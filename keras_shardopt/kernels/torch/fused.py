@@ -52,7 +52,7 @@ from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 @torch.compiler.disable
 def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None], *args: Any) -> None:
-    """Call `function(*args)` with fused updates in these innermost optimizers.
+    """Call `function(*args)`. During this call, these innermost optimizers make fused updates.
 
     Only Keras' element-wise optimizers are fused. A subclass, or an optimizer with a replaced method, runs as it is.
 
@@ -90,7 +90,7 @@ class _FusedStep:
         self.divides = False
 
     def methods(self) -> dict[str, Callable[..., None]]:
-        """Return the replacements by method name."""
+        """Return the methods that replace methods of the optimizer, by name."""
         includes_decay = self._optimizer.weight_decay is not None and _rule_of(self._optimizer) is _adam
         return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if includes_decay else {})}
 
@@ -116,7 +116,7 @@ _DECAY = "_apply_weight_decay"
 def hand_over(
     optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Variable], factors: Sequence[Any], divides: bool
 ) -> bool:
-    """Include the factors of gradients in the next update, if possible. Results are bitwise identical.
+    """Make the next update scale the gradients, if possible. This is bitwise identical to scaling them before.
 
     Args:
         optimizer: the optimizer that updates next.
@@ -161,7 +161,7 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _keras_reads_gradients(optimizer: Optimizer) -> bool:
-    """Whether Keras reads gradients between `apply` and the step. It would then read them without their factors."""
+    """Whether Keras reads gradients between `apply` and the step, and so before the step scales the gradients."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
 
@@ -353,7 +353,7 @@ def _as_float(learning_rate: Any) -> float:
 
 
 _Rule = Callable[..., None]
-"""`(optimizer, learning_rate, columns) -> None`: the whole step. `_adam` has an optional fourth argument `decays`."""
+"""A function of an optimizer, the learning rate and `Columns` (tensors) that updates. `_adam` also gets `decays`."""
 
 _RULES: dict[type, Callable[[Any], _Rule | None]] = {
     torch_adam.Adam: _adam_rule,

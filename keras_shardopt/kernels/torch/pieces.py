@@ -89,7 +89,7 @@ def update_in_pieces(
     factors: Factors,
     divides: bool,
 ) -> None:
-    """Replaces the step of an optimizer for which `is_elementwise` is True."""
+    """Update variables like Keras' step, but in pieces that fit into the CPU's cache. Requires `is_elementwise`."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
@@ -101,7 +101,7 @@ def update_in_pieces(
             grads = [_scaled(grad, factors.get(id(variable)), divides) for grad, variable in zip(grads, variables)]
         step(optimizer, grads, variables, learning_rate)
         return
-    # Reset Nadam's scalar before each piece, because every call of the step multiplies it.
+    # Reset Nadam's `_u_product` before each group of pieces, because each call of `step` multiplies this scalar.
     product: Any = getattr(optimizer, "_u_product", None)
     before = None if product is None else product.value.clone()
     for group in columns.groups():
@@ -128,7 +128,7 @@ def slot_names(optimizer: Optimizer) -> list[str]:
 
 @dataclasses.dataclass
 class Columns:
-    """The tensors of an update as a table with one row per variable, and the factors of its gradients."""
+    """The tensors of an update as a table with one row per variable, and the factors that scale the gradients."""
 
     rows: list[tuple[Tensor, ...]]
     """For each variable: its weights, its gradient, and its state, such as a momentum."""
@@ -164,17 +164,17 @@ class Columns:
         return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:
-        """Return the rows and factors of only some variables: those with True in `chosen`."""
+        """Return a table of only the variables that have True in `chosen`."""
         kept = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
     def pieces(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the rows, with large tensors in flat pieces (on a GPU whole)."""
+        """Yield a tuple (weights, gradient, state) per variable. On a CPU, yield one per piece of a large variable."""
         for group in self.groups():
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield a list of weights, one of gradients, and one per kind of state; with factors, for each group."""
+        """Yield the columns (weights, gradients, states) as lists of tensors: once, or per group if factors exist."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
@@ -202,7 +202,7 @@ class Columns:
     def _scaled(
         self, group: list[tuple[Tensor, ...]], factors: list[Tensor | None], buffer: Tensor | None
     ) -> list[tuple[Tensor, ...]]:
-        """Return the group with scaled gradients: large ones in `buffer`, all small ones from one call."""
+        """Return the group with gradients multiplied or divided by factors. Large gradients use `buffer`."""
         chosen = [i for i, factor in enumerate(factors) if factor is not None]
         if not chosen:
             return group
