@@ -1,7 +1,7 @@
-"""Finds the slow process of a job from the times of all.
+"""Finds the slow process of a job from the times that all processes have measured.
 
-All processes wait for the slowest one in each step, so their wall times are equal. Their own times, without this wait,
-differ.
+In each step, all processes wait for the slowest process, so steps take equally long on all. The time that a process
+does not wait, its own time, differs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 OWN = ("input", "step", "updating", "callbacks", "saving")
-"""The phases without waiting for other processes."""
+"""The phases of a step in which a process does not wait for other processes."""
 
 PHASES = (*OWN, "waiting", "sending")
-"""All phases. "sending" is the wait of the process that waits least: the time of the exchanges themselves."""
+"""All phases of a step. "sending" is the time of an exchange between processes that are all ready for it."""
 
 PROBES = ("forward pass", "message")
-"""Measured once per window: a forward pass without other processes, and a message to process 0."""
+"""Calls that each process times once per window (a number of steps): a forward pass, and a message to process 0."""
 
 HIDDEN = ("step", "updating")
 """The phases that Python cannot measure if the step is compiled or runs on a device."""
@@ -31,22 +31,22 @@ _FIXES = {
     "message": "Check the network interface, cable and route of its machine.",
 }
 _MIN_SECONDS = 1e-3
-"""The seconds by which a slow forward pass or message is longer than the others, at least. Less is noise."""
+"""A forward pass or message is slow only if it takes this much longer than those of other processes. Less is noise."""
 
 _MESSAGE_FACTOR = 2.0
-"""A slow message is longer by this factor of the others."""
+"""A message is slow only if its additional time exceeds this multiple of the median of other processes."""
 
 
 class Slow(NamedTuple):
-    """The process that the others wait for."""
+    """The process that all other processes wait for."""
 
     rank: int
     phase: str
     seconds: float
-    """Its seconds per step, or per forward pass or message."""
+    """The seconds of this process in the phase, per step; or the seconds of a forward pass or message."""
 
     others: float
-    """The median of the other processes."""
+    """The median of the same seconds on all other processes."""
 
     def __str__(self) -> str:
         name = "forward and backward" if self.phase == "step" else self.phase
@@ -59,7 +59,7 @@ class Slow(NamedTuple):
 
 
 def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return seconds: a row per process, and columns `PHASES` and `PROBES`. `rows` lack "sending"."""
+    """Return seconds as an array with a row per process and columns `PHASES` and `PROBES`. `rows` have no "sending"."""
     table = np.insert(np.array(rows, "float64"), len(PHASES) - 1, 0.0, axis=1)
     waiting, sending = len(OWN), len(OWN) + 1
     table[:, sending] = table[:, waiting].min()
@@ -68,7 +68,7 @@ def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def own_seconds(table: np.ndarray) -> np.ndarray:
-    """Return the seconds per step of each process, without its waiting. All of a compiled step counts."""
+    """Return the seconds per step of each process, without waiting. A compiled step counts entirely."""
     return table[:, : len(OWN)].sum(axis=1)
 
 
@@ -82,7 +82,7 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
 
     Args:
         tables: the tables of successive windows.
-        threshold: the part of a step, or of a forward pass, that the process needs longer than the others.
+        threshold: a process is slow if it needs this part of a step, or of a forward pass, longer than the others.
         is_hidden: whether to ignore the phases `HIDDEN`.
         remote: the processes to compare by their messages: those on other machines than process 0. If there are none,
             all except process 0.
@@ -93,13 +93,13 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
     phases = [i for i, name in enumerate(OWN) if not (is_hidden and name in HIDDEN)]
     steps = np.array([seconds_per_step(table) for table in tables])[:, None, None]
     excesses = ((values - _others(values)) / steps)[:, :, phases]
-    # In each window at least half of the threshold, because noise does not repeat in the same process and phase.
+    # Require half of the threshold in each window, because noise does not repeat in the same process and phase.
     excess = np.where(excesses.min(axis=0) > threshold / 2, excesses.mean(axis=0), 0.0)
     rank, i = (int(index) for index in np.unravel_index(excess.argmax(), excess.shape))
     if excess[rank, i] > threshold:
         return _slow(values.mean(axis=0), rank, phases[i])
     best = values.min(axis=0)  # each probe is one short call
-    # Process 0 hosts the store, so messages on its machine are fast.
+    # Process 0 receives the messages, so messages from its own machine are fast.
     compared_ranks = {"forward pass": range(len(best)), "message": remote or range(1, len(best))}
     for name, factor in (("forward pass", threshold), ("message", _MESSAGE_FACTOR)):
         ranks, probe = compared_ranks[name], len(PHASES) + PROBES.index(name)
@@ -116,7 +116,7 @@ def _slow(table: np.ndarray, rank: int, column: int) -> Slow:
 
 
 def _others(values: np.ndarray) -> np.ndarray:
-    """Return, for each process (the last dimension but one), the median of the other processes."""
+    """Replace the value of each process (the last dimension but one) by the median of all other processes' values."""
     return np.stack([np.median(np.delete(values, i, -2), -2) for i in range(values.shape[-2])], -2)
 
 

@@ -24,7 +24,7 @@ from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
 from keras_shardopt.checkpoint.saving import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
 
-# The time of a message to process 0, and the framework's profiler.
+# The backend's functions that time a message to process 0, and that start the framework's profiler.
 _measuring: Any = for_backend(
     {name: f"keras_shardopt.backends.{name}.measuring" for name in ("tensorflow", "jax", "torch")}
 )
@@ -33,7 +33,7 @@ _NUM_UNMEASURED = 3
 """The first steps of a `fit` compile, so they are not measured."""
 
 _NUM_ROWS = 32
-"""The rows of a forward pass for comparison."""
+"""The number of rows in a timed forward pass, if the model's input does not set one."""
 
 
 class StepReport(keras.callbacks.Callback):
@@ -118,7 +118,7 @@ class StepReport(keras.callbacks.Callback):
         self._end_profile: Callable[[], None] = lambda: None
 
     def set_model(self, model: Any) -> None:
-        """Keeps the model. On JAX, reading the attribute `model` would copy the training state."""
+        """Stores the model in another attribute, because on JAX, reading `self.model` copies the training state."""
         super().set_model(model)
         self._trained = model
 
@@ -185,13 +185,13 @@ class StepReport(keras.callbacks.Callback):
         self._of_epoch = []
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Pauses during a validation."""
+        """Pauses the measurement during a validation."""
         self._is_paused = self._recorder.is_active()
         if self._is_paused:
             self._recorder.pause()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Continues after a validation."""
+        """Continues the measurement after a validation."""
         if self._is_paused:
             self._recorder.start()
         self._is_paused = False
