@@ -18,29 +18,26 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class GradientState(enum.Enum):
-    """Whether gradients have been summed or averaged over replicas when they reach the optimizer.
-
-    `N` is the number of replicas, and `g_r` the gradient of replica `r`'s mean loss.
-    """
+    """Whether gradients have been summed or averaged over replicas when they reach the optimizer."""
 
     LOCAL = "local"
-    """Replica `r` holds `g_r`. An all-reduce "mean" gives the global mean."""
+    """Each replica holds the gradient of its mean loss. An all-reduce "mean" gives the mean over replicas."""
 
     LOCAL_PRESCALED = "prescaled"
-    """Replica `r` holds `g_r / N`, because its loss was divided by `N`. An all-reduce "sum" gives the global mean."""
+    """Each replica's loss was divided by the number of replicas. An all-reduce "sum" gives the mean over replicas."""
 
     SUMMED = "summed"
-    """Every replica holds the sum of all `g_r`. The global mean is that sum divided by `N`."""
+    """Every replica holds the sum of all replicas' gradients. Divide it by their number for the mean over replicas."""
 
     GLOBAL = "global"
-    """Every replica already holds the global mean."""
+    """Every replica already holds the mean of all replicas' gradients."""
 
 
 class Evidence(NamedTuple):
-    """Whether the losses of a step confirm its detected `gradient_state`, and warnings about possible problems."""
+    """Whether a step's losses confirm the detected `GradientState`, and warnings about possible problems."""
 
     is_of_this_step: bool = True
-    """Whether this step has computed losses that show the state of its gradients."""
+    """Whether the `GradientState` follows from losses of this step, not from those of an earlier step."""
 
     doubts: Sequence[str] = ()
     """The texts of warnings about possible problems, each with a remedy."""
@@ -111,7 +108,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return how far these gradients are already reduced."""
+        """Return whether these gradients have already been summed or averaged over replicas."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
@@ -122,9 +119,9 @@ class Communicator(abc.ABC):
         """Concatenate the replicas' flat tensors in the order of their ids."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Like `all_reduce` with sum or mean, but return only this replica's slice.
+        """Return this replica's slice of each sum or mean over replicas.
 
-        The number of replicas must divide the first dimension.
+        The number of replicas must divide each tensor's first dimension.
         """
         reduced = self.all_reduce(tensors, op)
         rows = [ops.reshape(tensor, (self.num_replicas, -1, *tensor.shape[1:])) for tensor in reduced]
@@ -133,7 +130,7 @@ class Communicator(abc.ABC):
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send slice `r` of each flat tensor to replica `r`, and concatenate the received slices by replica id.
 
-        The number of replicas must divide each length.
+        The number of replicas must divide the length of each tensor.
         """
         size = self.num_replicas
         joined = [ops.reshape(all_, (size, size, -1)) for all_ in self.all_gather(tensors)]
@@ -146,7 +143,7 @@ class Communicator(abc.ABC):
 
 
 class SingleReplica(Communicator):
-    """The only replica: gradients are already global, and collectives return their inputs."""
+    """The communicator without data parallelism: one replica, so each collective returns its input."""
 
     num_replicas = 1
     replica_id = 0
@@ -195,10 +192,10 @@ _MIN_BUCKET_BYTES = 2**20
 
 
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
-    """Return the size limit of a bucket: at most `bucket_bytes`, for gradients of `num_bytes` in all.
+    """Return the size limit of a bucket, a group of gradients that are sent together. `num_bytes` is the size of all.
 
-    If `bucket_bytes` would give fewer than four buckets, the limit is a quarter of `num_bytes`, but at least 1 MiB.
-    With several buckets, all but the last can be sent before the backward pass ends.
+    The limit is `bucket_bytes`. If that would give fewer than four buckets, it is a quarter of `num_bytes`, but at
+    least 1 MiB. With several buckets, all except the last can be sent before the backward pass ends.
     """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 
@@ -206,8 +203,8 @@ def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
     """Group tensors, in the given order, into buckets of at most `bucket_bytes`. Yield lists of their positions.
 
-    `order` has the positions of the tensors, at least one, and `num_bytes` the size of each tensor. A tensor above the
-    limit has its own bucket.
+    `order` lists the positions of the tensors and must not be empty. `num_bytes` has the size of each tensor. A tensor
+    above the limit has its own bucket.
     """
     bucket: list[int] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Facts that wrappers record about the gradients of the optimizers inside them: reduced or not, whole or slices."""
+"""Facts that a `CrossShard` records for its inner optimizers, such as whether gradients are reduced over replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GradientScope:
 
     @property
     def group_axis(self) -> str | None:
-        """The name of the axis along which reduced gradients still differ. None unless replicas reduce in groups."""
+        """The name of the replica axis if gradients are reduced only within groups of replicas. Otherwise None."""
         return self._group_axis if self._group_axis is not None or self.outer is None else self.outer.group_axis
 
     @property
@@ -53,8 +53,8 @@ class GradientScope:
     def reduced(self) -> Iterator[None]:
         """Mark gradients in this scope as reduced during the block.
 
-        The scope counts open blocks, because under MirroredStrategy each replica opens the block in another thread, and
-        an update can add threads. Replicas enter and leave together.
+        The scope counts open blocks instead of setting a flag. Under MirroredStrategy, each replica opens the block in
+        another thread, and the last thread to leave must end it.
         """
         self._enter(1)
         try:
@@ -63,7 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to nested optimizers, outermost first. Stop at a `CrossShard`: it has a scope inside."""
+        """Assign this scope to nested optimizers, outermost first, up to a `CrossShard`, which gives them its scope."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self

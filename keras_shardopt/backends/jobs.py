@@ -1,7 +1,7 @@
 """The job of this process, read from its launcher's environment variables.
 
-A framework reads some variables to connect the processes of a job. The user sets them, or a launcher such as torchrun.
-Commands such as `srun` only number the copies of a program, so `join` sets the framework's variables from the numbers.
+To connect processes, a framework reads variables that the user or a launcher such as torchrun has set. Commands such as
+`srun` set other variables, with the index and number of each copy. `join` derives the framework's variables from these.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _COMMANDS = (
     ("mpirun", *(f"{_OPEN_MPI}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
     ("mpirun", *(f"{_MVAPICH}_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))),
     ("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    # Not SLURM_NTASKS, because a batch script has it too, although it is a single process.
+    # Do not read SLURM_NTASKS: it is also set in a batch script, which is a single process.
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID"),
 )
-"""Commands that start copies of a program, each with the environment variables for the number of copies, the index of
-this copy, the number of copies on this machine, and the index there. The first match counts, so `srun` comes last:
-`mpirun` can run inside a step of `srun`."""
+"""Commands that start copies of a program, with their environment variables: number of copies, index of this copy,
+number of copies on this machine, index on this machine. The first match counts. `srun` comes last, because `mpirun` can
+run inside a step of `srun`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Task:
 
     local_rank: int
     hosts: Sequence[str]
-    """The machines of all copies, of the first copy only, or none, because `mpirun` does not name machines."""
+    """The machine of each copy. Only that of the first copy, or none, if the command does not name the others."""
 
     port: int
     """The first of the `size` successive ports that this job uses on each machine."""
@@ -61,7 +61,7 @@ class Task:
         """The host of the first copy.
 
         Raises:
-            RuntimeError: if it is unknown.
+            RuntimeError: if the command does not name the host.
         """
         if not self.hosts:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class Task:
 
 
 def started_by() -> Task | None:
-    """Return this process's place among the copies of its program. None if there is no other copy."""
+    """Return this process's index among the copies of its program, and more. None for a single copy."""
     found = [row for row in _COMMANDS if _number(row[1]) > 1 and (row[0] != "srun" or _is_step())]
     if not found:
         return None
@@ -83,8 +83,8 @@ def started_by() -> Task | None:
     job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `srun --mpi=pmi2` also sets PMI_SIZE, so `mpiexec` without a local size is `srun`. Equal sizes would not show
-    # that, because `mpirun` in a step inherits some variables of the step.
+    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. Do not compare the sizes of both commands
+    # instead: `mpirun` inside a step of `srun` inherits some variables of the step.
     if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")
         hosts, local_size = _slurm_hosts(size, rank)
@@ -101,14 +101,14 @@ def started_by() -> Task | None:
 
 
 def _starter() -> str:
-    """Return the id of the process that started all copies on this machine, even if each program runs in a script."""
+    """Return the id of the process that started all copies on this machine. A script may run between it and a copy."""
     with contextlib.suppress(OSError, AttributeError):  # `mpiexec` starts the leader of each session
         return _stat(os.getsid(0))[1]
     return str(os.getppid())
 
 
 def _is_step() -> bool:
-    """Return whether `srun` started this program, rather than a shell (`srun --pty bash`) or `sbatch` around it."""
+    """Return whether `srun` runs copies of this program. False in a batch script or a shell of `srun --pty bash`."""
     counts, here = _tasks_per_node(), os.environ.get("SLURM_GTIDS", "")
     if here and counts[_number("SLURM_NODEID") :][:1] not in ([], [here.count(",") + 1]):
         return False
@@ -137,7 +137,8 @@ def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
     # By default, SLURM assigns tasks in blocks. Otherwise only the first task is certain to be on the first machine.
     is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    # All tasks must get the same result, so test the name too. SLURM also calls one task per machine cyclic.
+    # Test the name of the distribution too, because the first test can differ between tasks. With one task per machine,
+    # ignore the name, because SLURM can then call blocks "cyclic".
     is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number("SLURM_NODEID")
     return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
@@ -179,8 +180,8 @@ joined: list[str] = []
 def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
     """Set the environment variables that connect the copies of this program, unless a launcher has set them.
 
-    `own_rank` is the variable in which launchers of this backend set the index of a process. `variables` returns all
-    variables for a copy. A variable that the user has set keeps its value.
+    `own_rank` is the variable in which launchers of this backend set the index of a process. `variables` returns the
+    variables to set for a copy. A variable that the user has set keeps its value.
 
     Raises:
         RuntimeError: if the machine of the first copy is unknown, or the user's variables contradict the command.
@@ -208,7 +209,7 @@ def alone() -> dict[str, str]:
 
 
 def own_gpus(task: Task) -> None:
-    """Restrict this copy to its part of the machine's GPUs, unless SLURM has divided them."""
+    """Restrict this copy of the program to its share of the machine's GPUs, unless SLURM has divided the GPUs."""
     if {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys():
         return
     gpus = visible_gpus()
@@ -224,7 +225,7 @@ def all_gpus_for_jax(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that CUDA gives to this process, in the words of CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that CUDA gives to this process, in the format of CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:  # CUDA ignores the first invalid entry and all after it
         return list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
@@ -232,7 +233,7 @@ def visible_gpus() -> list[str]:
 
 
 def check_joined(num_processes: int, framework: str) -> None:
-    """Raise RuntimeError unless `data_parallel()` has connected this process to the others of its job."""
+    """Raise RuntimeError unless `data_parallel()` has connected this process to the other processes of its job."""
     if num_processes > 1:
         return
     for variable, (backend, reader) in _BACKENDS.items():

@@ -27,7 +27,7 @@ def caller_function() -> str:
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
     """Return the `self` of the method that called the caller, or None.
 
-    `further_out` is the number of frames to skip. With `code`, the result is None unless the method has this code.
+    `further_out` is the number of frames to skip. With `code`, the result is None unless the frame runs that code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None
@@ -76,7 +76,8 @@ def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> types.FrameType:
-    # A thread of a framework has no user frame. The main thread then waits in the user's call, so search it too.
+    # Search this thread, then the main thread. A framework's thread has no frame of the user's program: the main thread
+    # has it, and waits there.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:

@@ -93,12 +93,12 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return the buffers that must be equal on all ranks: those of a prepared model, but none during an epoch."""
+    """Return a prepared model's buffers, which must be equal on all ranks. Empty during an epoch, when they differ."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """Return the variables in `layer.states`, with an entry per row of a batch. Keras does not track those of RNNs."""
+    """Return the variables in `layer.states`: recurrent states of each row of a batch, which Keras may not track."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
@@ -129,7 +129,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a method of the class to record each instance. `patches.install` calls the wrapper's `scan`."""
+        """Wrap a method of the class to record the instance of each call. Older instances are found by `scan`."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ _OWN = "_keras_shardopt_own"
 
 
 class _Quiet:
-    """Keeps a user's `__init_subclass__` from running for the classes created here."""
+    """Overrides a user's `__init_subclass__`, which must not run for the subclasses that `mix_in` creates."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -180,9 +180,9 @@ class _Quiet:
 def mix_in(model: Any, mixin: type) -> None:
     """Make the methods of the class `mixin` override those of one model. Idempotent.
 
-    `type(model)` becomes a subclass of `mixin` and the user's class. `model.__class__` remains the user's class,
-    because Keras stores it in files, clones and pickles. `super()` in the mixin reaches methods that the user assigned
-    to the model earlier. A method assigned later overrides the mixin.
+    `type(model)` becomes a subclass of `mixin` and the user's class. `model.__class__` remains the user's class, which
+    Keras needs to save, clone or pickle a model. `super()` in the mixin reaches methods that the user assigned to the
+    model earlier. A method assigned later overrides the mixin.
     """
     kind = type(model)
     if issubclass(kind, mixin):
@@ -209,7 +209,7 @@ def take_out(thing: Any) -> None:
 def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     """Return the subclass of these mixins and the user's class, shared by all models of the user's class.
 
-    Constructing, pickling or copying an instance creates an object of the user's class.
+    A call of the subclass, and a pickle or copy of its instance, give an object of the user's class.
     """
     made: Any = _made.get((cls, *mixins))
     if made is not None:

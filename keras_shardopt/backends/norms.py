@@ -1,4 +1,4 @@
-"""Norms and finite checks of gradients, in the backend's fastest way."""
+"""Norms and finite checks of gradients, with the fastest functions of each backend."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bounded(values: Tensor, low: float, high: float | None) -> Tensor:
     if _direct is not None:
         found: Tensor = values.clamp(low, high)
         return found
-    # Make tensors of the bounds, because numbers could change the dtype.
+    # Make tensors of the bounds, because Python numbers could change the dtype of the result.
     values = ops.maximum(values, ops.full_like(values, low))
     return values if high is None else ops.minimum(values, ops.full_like(values, high))
 
@@ -82,7 +82,7 @@ def are_surely_finite(values: Sequence[Tensor]) -> bool:
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
-    """Return a scalar bool: whether any element is not finite. None if `largest` is as fast on this backend."""
+    """Return whether any element is not finite (a scalar bool). None on backends that can use `largest` as fast."""
     return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite is not None else None
 
 

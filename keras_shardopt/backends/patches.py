@@ -1,4 +1,4 @@
-"""Lasting changes to Keras. Importing the package makes none: the first use of a feature calls `install(use)`.
+"""Functions of Keras that this package replaces. Importing the package replaces none: `install` does it at first use.
 
 | use | first use |
 |---|---|
@@ -10,9 +10,9 @@
 | "skips" | the first optimizer that can skip updates |
 | "randomness" | the first optimizer that is built for several replicas |
 
-Tables have the form `{use: {target: (replacement, reason)}}`. A replacement is `module:name` within the package. If it
-ends with `()`, this function is called with the old value and returns the new one. Each reason ends with the change in
-Keras that would make the row unnecessary.
+Tables have the form `{use: {target: (replacement, reason)}}`. A replacement "module:name" names a function of the
+package that replaces the target. "module:name()" names a function that gets the target and returns its replacement.
+Each reason ends with the change in Keras that would make the row unnecessary.
 
 Each framework has another table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
 `Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two more changes are
@@ -80,7 +80,7 @@ _lock = threading.RLock()
 
 
 def install(use: str) -> None:
-    """Make the changes of a use, except to names that this Keras version lacks. Repeated calls do nothing."""
+    """Replace the targets in the rows of `use` that exist in this Keras version. Repeated calls do nothing."""
     if use in _installed:
         return
     with _lock:

@@ -1,4 +1,4 @@
-"""The seconds that a step spends in each phase, for a recorder. Without one, nothing is measured."""
+"""Measures the seconds that a training step spends in each phase, such as "input", while a `Recorder` is active."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Recorder:
-    """Adds up the seconds of each phase on the thread that created it. A phase inside another interrupts it.
+    """Adds up the seconds of each phase on the thread that created the recorder. A nested phase pauses the outer phase.
 
     Args:
-        phase: the phase outside all others.
+        phase: the phase that runs while no other phase does.
     """
 
     def __init__(self, phase: str) -> None:
@@ -27,7 +27,7 @@ class Recorder:
         self._since, _active = time.perf_counter(), self
 
     def stop(self) -> dict[str, float]:
-        """Record no more until `start`. Return the seconds of each phase since the last call."""
+        """Stop recording until `start`. Return the seconds of each phase since the last `stop`."""
         global _active
         if _active is self:
             self._count()
@@ -36,15 +36,15 @@ class Recorder:
         return found
 
     def pause(self) -> None:
-        """Record no more until `start`, and keep the seconds."""
+        """Stop recording until `start`, and keep the seconds."""
         self._seconds = self.stop()
 
     def is_active(self) -> bool:
-        """Whether this recorder records now, and no other."""
+        """Whether this is the recorder that records now."""
         return _active is self
 
     def change(self, phase: str | None) -> None:
-        """Begin a phase inside the running one, or end the running one (None)."""
+        """Begin a phase inside the running phase, or end the running phase (None)."""
         if threading.get_ident() == self._thread:
             self._count()
             if phase is not None:
@@ -62,7 +62,7 @@ _active: Recorder | None = None
 
 
 def change(phase: str | None) -> None:
-    """Begin a phase, or end the last one (None), if a recorder is active."""
+    """Begin a phase, or end the running phase (None), if a recorder is active."""
     if _active is not None:
         _active.change(phase)
 

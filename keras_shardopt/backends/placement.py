@@ -37,8 +37,8 @@ class Placement:
     ) -> None:
         """Prepare to build an optimizer that reduces gradients for these trainable variables.
 
-        Afterwards, replicas draw different random numbers in training steps. The `innermost` optimizers do not reduce
-        gradients while `optimizer.scope_inside.is_reduced`.
+        Afterwards, replicas draw different random numbers in training steps. Keras' built-in reduction in the
+        `innermost` optimizers is off while `optimizer` has reduced the gradients.
 
         Raises:
             ValueError: if variables or optimizer were created for fewer replicas, or `shards_state` is impossible.
@@ -83,7 +83,7 @@ class Placement:
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """Return this process's copies of a variable, outside a step. If it is in shards, return the first one."""
+        """Return this process's copies of a variable, outside a step. Of a sharded variable, return the first shard."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
@@ -92,7 +92,7 @@ class Placement:
         variable.assign(array)
 
     def bytes_held(self, variables: Sequence[Variable]) -> int:
-        """Return the bytes of the arrays of variables on the replica of this process that holds most."""
+        """Return the bytes of these variables on one replica: the maximum over the replicas of this process."""
         return sum(self.replica_values(variable)[0].nbytes for variable in variables)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
@@ -113,15 +113,15 @@ class Placement:
         optimizer_variables: Sequence[Variable],
         replicas: Communicator | None = None,
     ) -> float:
-        """Copy weights and state bitwise from the first process to all processes, or to those of `replicas`.
+        """Copy weights and state bitwise from the first process to all processes, or to the processes in `replicas`.
 
-        Does nothing if one process holds all replicas. The call before the first update passes `replicas`, each a
-        process, and also makes seeds equal.
+        Does nothing if one process holds all replicas. The call before the first update passes `replicas`, and also
+        makes seeds equal.
 
         Returns:
-            The factor for this replica's first gradients: 1 if all weights were equal. Otherwise 0 on replicas that had
-            other weights than the first process, because their gradients are of those weights. On the rest it is more
-            than 1, so the mean over replicas is exact.
+            The factor for this replica's first gradients: 1 if all replicas had equal weights. Otherwise 0 on replicas
+            with other weights than the first process, because their gradients belong to those weights. The factor on
+            the remaining replicas is above 1, to keep the mean over replicas exact.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ.

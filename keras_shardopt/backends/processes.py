@@ -38,7 +38,7 @@ class World:
     """The devices of this process, one per replica, such as "cuda:0"."""
 
     persists: bool = False
-    """Whether `model.fit` needs this setup even after the `with` block."""
+    """Whether models made in the `with` block of `data_parallel()` still need this setup after the block."""
 
     forget: Callable[[], None] = lambda: None
     """Resets the recorded number of replicas. Called when `data_parallel()` is closed for good, not at each exit."""
@@ -75,10 +75,10 @@ def plural(noun: str) -> str:
 def check_same_calls(
     kinds: Iterable[int], call: str, gather_letters: Callable[[list[int]], list[list[int]]], noun: str
 ) -> None:
-    """Raise ValueError on all processes if they make different calls. `kinds` has a number for each process's call.
+    """Raise ValueError on all processes if they make different calls. `kinds` has a hash of each process's call.
 
-    For the error, processes then exchange descriptions. `call` describes this process's call and completes
-    "rank 0 ...", such as "saves a model". `gather_letters` gathers lists of character codes, of equal lengths.
+    If hashes differ, processes exchange descriptions for the error. `call` is this process's description, and completes
+    "rank 0 ...", such as "saves a model". `gather_letters` gathers equal-length lists of character codes.
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -94,7 +94,7 @@ def gather_pickled(
 ) -> list[Any]:
     """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
-    `gather_length` gathers one int per process, the length of its data. By default, `gather` does that too.
+    `gather_length` gathers the length of each process's data. If it is None, `gather` gathers the lengths too.
     """
 
     def gathered() -> list[Any]:
@@ -108,13 +108,13 @@ def gather_pickled(
         rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
-    # Gather in a new thread, because this one can be inside a replica context or a trace.
+    # Gather in a new thread, because the current thread can be inside a replica context or a trace.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(gathered).result()
 
 
 num_barriers: dict[str, int] = {}
-"""The number of completed barriers by purpose."""
+"""The number of completed barriers for each purpose."""
 
 
 class MissingCallError(RuntimeError):
@@ -122,10 +122,11 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait as `Processes.barrier` does. It uses no collective, because others could pair it with a different one.
+    """Wait in a key-value store, as `Processes.barrier` does, until all processes have made this call.
 
-    `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
-    and this one's index, and `noun` "process" or "rank".
+    A collective could be paired with a different collective of another process. `store` has `set`, `check` and
+    `delete_key` as in `torch.distributed.Store`. `process` is (number of processes, this index), `noun` "process" or
+    "rank".
 
     Raises:
         MissingCallError: if some processes do not arrive in time. This process may call again.
@@ -174,7 +175,7 @@ class Processes:
         del purpose, seconds, advice
 
     def versions(self) -> dict[str, str]:
-        """Return the framework's version, keyed by its name. All processes must have the same one."""
+        """Return the framework's version, keyed by the framework's name. All processes must have the same version."""
         return {}
 
     def process(self) -> tuple[int, int]:
@@ -183,7 +184,7 @@ class Processes:
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        """Set up replicas, and take them down on exit. See `keras_shardopt.data_parallel`."""
+        """Set up replicas, and restore the earlier setup on exit. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
                 "This Keras backend runs one replica only. "

@@ -61,13 +61,13 @@ class Runtime:
     ) -> None:
         """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
 
-        `update` assigns only `variables`. With `communicates`, `update` can reduce over replicas. The condition must
-        then be equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. With
-        `apart`, each replica has its own condition, and `update` reduces nothing. With `mostly`, the condition is
-        usually true, so a compiled program can compute every update and discard it if the condition is false.
+        `update` assigns only `variables`. If `communicates`, `update` may reduce over replicas. The condition must then
+        be equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. If `apart`, each
+        replica has its own condition, and `update` reduces nothing. If `mostly`, the condition is usually true. A
+        compiled program may then always compute the update, and discard the result if the condition is false.
         """
         del variables, communicates, apart, mostly
-        # `bool(condition)` would add a graph break in torch.compile.
+        # Do not write `bool(condition)`: it would add a graph break in torch.compile.
         if condition:
             update(grads)
 
@@ -76,7 +76,7 @@ class Runtime:
     ) -> None:
         """Raise an error if a scalar bool tensor is true.
 
-        A framework that cannot raise errors inside a compiled step does nothing there.
+        Inside a compiled step, it does nothing if the framework cannot raise errors there.
 
         Args:
             condition: equal on all replicas.
@@ -96,8 +96,8 @@ class Runtime:
         """Call `function` on each replica with its entries of `stacked`: tensors with a first dimension of replicas.
 
         `function` returns a list of tensors, a nest (lists and dicts) that is equal on all replicas, and a nest of
-        per-replica tensors. `map_replicas` returns the third stacked. `axes` has, for each tensor of the list, the
-        dimension along which a replica returns a slice, or None if it returns the full tensor.
+        per-replica tensors. `map_replicas` returns these three, and stacks the per-replica tensors. `axes` belongs to
+        the list: the dimension along which a replica returns a slice of a tensor, or None for the full tensor.
         """
         del function, stacked, axes
         raise NotImplementedError("This Keras backend does not stack per-replica tensors.")
@@ -127,7 +127,7 @@ class Runtime:
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Add each value to its variable. If `starts` is true, assign it instead. None stands for zeros.
+        """Add each value to its variable. If `starts` is true, assign the value instead. A value of None means zeros.
 
         `variables` can be tensors if Python runs in each step.
         """

@@ -1,12 +1,13 @@
 """Flags that replicas with separate programs send with their gradients, as numbers that a reduction can sum.
 
-Replicas must reduce the same tensors, or the wrong ones are paired or a collective hangs. So a replica sends zeros in
-place of None. Its flags state which gradients it has, which variables it trains, and whether it still trains.
+All replicas must reduce the same list of tensors, or a collective pairs wrong tensors or hangs. So a replica sends
+zeros in place of a gradient of None. Flags state which gradients it has, which variables it trains, and whether it has
+ended training.
 
-A replica that froze a layer would lack its gradients in the mean, and keep weights that other replicas change. Each
-replica therefore marks the set of variables it trains with 10 of 20 flags. Two different sets get different marks,
-except for one pair in 184,756. Every replica then detects a different set in the sum of the marks, even if that sum is
-inexact.
+If only one replica froze a layer, its weights would differ from those of other replicas after the next update. Each
+replica therefore encodes the set of its trained variables as 10 chosen flags of 20, the marks. Different sets have
+different marks, except for one pair in 184,756. Each replica can then detect a different set in the sum of the marks,
+even if half precision makes the sum inexact.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SideChannel:
 
     replicas: Communicator
     variables: Sequence[Variable]
-    """The trainable variables, equal on all replicas."""
+    """The trainable variables, in the same order on all replicas."""
 
     present: Sequence[bool]
     """For each variable, whether this replica has a gradient."""
@@ -64,9 +65,10 @@ class SideChannel:
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
     def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
-        """Return the flags of all replicas and the `numbers`, from the result of `pack` reduced with `op`.
+        """Return all replicas' flags, and the reduced `numbers`. `sums` is the result of `pack`, reduced with `op`.
 
-        Without `must_read`, flags are None if reading them would wait for a device and this replica has all gradients.
+        If this replica has all gradients and reading the flags would wait for a device, return None in place of the
+        flags. `must_read` prevents that.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]
@@ -143,7 +145,7 @@ class ReceivedFlags:
 
 
 def marks(trained: Sequence[bool] | None) -> list[bool]:
-    """Return 20 bools that mark a set of trained variables. `trained` has a bool per variable, or is None for all."""
+    """Return 20 bools, a hash of the set of trained variables. `trained` has a bool per variable. None means all."""
     if trained is None or all(trained):
         return _OF_ALL
     chosen = random.Random(hashlib.sha256(bytes(trained)).digest()).sample(range(NUM_MARKS), NUM_MARKS // 2)

@@ -18,7 +18,7 @@ class Part(NamedTuple):
     """A part of an array, on the host."""
 
     start: tuple[int, ...]
-    """The index of its first element: one number per dimension, or one number for a range of the flattened array."""
+    """The index of the part's first element: one number per dimension, or one number in the flattened array."""
 
     values: np.ndarray
 
@@ -34,7 +34,7 @@ class OwnParts(NamedTuple):
     parts: list[Part]
 
     is_flat: bool = True
-    """Whether `start` counts elements of the flattened array."""
+    """Whether each part's `start` is an index in the flattened array."""
 
 
 def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
@@ -51,11 +51,11 @@ def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
 
 
 _buffers: dict[tuple[np.dtype[Any], int], list[np.ndarray]] = {}
-"""Arrays of a completed save, by dtype and size. The next save reuses them, because new memory takes longer."""
+"""Arrays that the next save reuses, by dtype and size. A completed save has written them. New memory takes longer."""
 
 
 _copies: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-"""The copies that exist, by `id`."""
+"""All live arrays that `host_copy` has made, by `id`, to count their bytes."""
 
 
 def host_copy(tensor: Any) -> np.ndarray:
@@ -72,12 +72,12 @@ def host_copy(tensor: Any) -> np.ndarray:
 
 
 def bytes_of_copies() -> int:
-    """Return the bytes of host memory that saves hold now in this process."""
+    """Return the bytes of host memory that copies for checkpoints hold now in this process."""
     return sum(copy.nbytes for copy in _copies.values())
 
 
 def reuse(parts: Iterable[Part]) -> None:
-    """Keep the arrays of these parts, and no others, for the next copies. The caller must not use them any longer."""
+    """Keep the arrays of these parts as memory for the next copies. The caller must not use the arrays any longer."""
     _buffers.clear()
     for part in parts:
         if part.values.flags.c_contiguous and part.values.flags.writeable:
@@ -97,12 +97,12 @@ def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
     return OwnParts(array.shape, str(array.dtype), parts)
 
 
-# Backends on which one array can be divided among processes. Their modules import the names defined above.
+# On JAX, one array can be divided among processes. Import its module here: it needs the names defined above.
 _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 
 def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Copy to the host the part of a variable that this process saves. All processes' parts contain each element once.
+    """Copy to the host the part of a variable that this process saves. Each element is in the part of one process.
 
     Args:
         variable: the variable, of which each process has a copy by default.
@@ -111,7 +111,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
     if _arrays is not None:
         return _arrays.own_parts(variable)
     shape, dtype = tuple(variable.shape), dtype_of(variable)
-    # Read on every process, because on TensorFlow all must read some variables together.
+    # Read the value on every process, because on TensorFlow all processes must read some variables together.
     flat = ops.reshape(ops.convert_to_tensor(variable), (-1,))
     start, stop = even_range(math.prod(shape), process)
     if start == stop and process[1]:

@@ -6,7 +6,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.keras_callers import warn_user
 
-# On JAX, reading the process index creates devices, and constructors may warn before devices are chosen.
+# On JAX, avoid `jax.process_index` here: it would create the devices, perhaps before the user chooses them.
 _before_devices = for_backend({"jax": "keras_shardopt.backends.jax.processes"})
 
 

@@ -35,8 +35,8 @@ class MappedAxis(Communicator):
         return jax.numpy.array(self._members_by_id)[self.world.replica_id]
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        # shard_map(check_vma=True) tracks which values vary along the axis, and sums the gradients of weights that do
-        # not. Without that option, JAX reports no value as varying, not even the axis index.
+        # shard_map(check_vma=True) tracks which values vary along the axis. It sums the gradients of weights that do
+        # not vary. Without that option, JAX reports no value as varying, not even the axis index.
         if not self._tracks_varying:
             return GradientState.LOCAL
         varying = [self._varies(grad) for grad in grads if grad is not None]
@@ -96,7 +96,7 @@ class MappedAxis(Communicator):
 
 
 def _as_bits(move: Callable[[Any], Any], tensor: Tensor) -> Tensor:
-    """Call `move` with the bits of a half-precision tensor, because XLA on CPUs would send it as float32."""
+    """Send a tensor with the collective `move`: half precision as uint16, because XLA on CPUs would send float32."""
     if tensor.dtype not in ("float16", "bfloat16"):
         return move(tensor)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(tensor, "uint16")), tensor.dtype)
@@ -109,12 +109,12 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 def spans_processes(num_replicas: int) -> bool:
     """Return whether the replicas are the devices of several processes, judged by their number."""
-    # The replicas of a single process would be fewer than the devices of all processes.
+    # If all replicas were in one process, they would be fewer than the devices of all processes.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 
 def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
-    """Return a `PartitionSpec` per array. `axes` has the dimension that the mesh axis `name` divides, or None."""
+    """Return a `PartitionSpec` per array that divides dimension `axes[i]` of array `i` along the mesh axis `name`."""
     spec = jax.sharding.PartitionSpec
     return [spec() if axis is None else spec(*[None] * axis, name) for axis in axes]
 

@@ -1,4 +1,4 @@
-"""Measurements of a process: the time of a message, and a profile."""
+"""Measures how long a message to the job's key-value store takes, and profiles a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_shardopt.backends.jax.processes import coordinator
 
 
 def seconds_of_message() -> float:
-    """Return the seconds in which the job's key-value store answers."""
+    """Return how many seconds a read from the job's key-value store takes."""
     client, key = coordinator(), f"keras_shardopt/message/{jax.process_index()}"
     client.key_value_set(key, "1", allow_overwrite=True)
     begin = time.perf_counter()

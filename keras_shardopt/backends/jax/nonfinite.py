@@ -1,4 +1,4 @@
-"""Finite checks on JAX. On CPUs, XLA would write an `isfinite` array of the gradient's size to memory and read it."""
+"""Finite checks on JAX. On CPUs they sum squares, because XLA would write the whole result of `isfinite` to memory."""
 
 from __future__ import annotations
 

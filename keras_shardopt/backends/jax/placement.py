@@ -33,9 +33,9 @@ Axes = list[tuple[str, ...]]
 
 
 def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
-    """Return `axes`, extended by the mesh axes that it does not use, to divide an array into as many parts as possible.
+    """Return `axes`, extended by unused axes of the mesh, to divide an array into as many parts as possible.
 
-    It prefers one dimension for all added mesh axes, then dimensions that `axes` does not divide, then the first ones.
+    If several results are equal, prefer one dimension for all added axes, then undivided dimensions, then the first.
 
     Args:
         shape: the shape of the array.
@@ -61,7 +61,7 @@ class JaxPlacement(Placement):
     state_sharding = "layout"
 
     def __init__(self) -> None:
-        # The distribution that `outside_strategy` has suspended, or None.
+        # While `outside_strategy` runs, the distribution that it has suspended. Otherwise None.
         self._suspended: Any = None
 
     def before_build(
@@ -85,7 +85,7 @@ class JaxPlacement(Placement):
                 "`data_parallel()`."
             )
         active = _devices_of(distribution)
-        # With one device, no variable can be on a wrong one.
+        # With only one device, no variable can be on the wrong device, so skip the check.
         active = active if len(active) > 1 else []
         for variable in variables:
             theirs = _devices_of(variable._layout)
@@ -102,7 +102,7 @@ class JaxPlacement(Placement):
                     f"was made {made} the active distribution over {len(active)} devices. Build the model inside "
                     "`with keras_shardopt.data_parallel():`, or after `set_distribution`."
                 )
-        # Skip `shard_map` and `pmap`: they have no layouts, and the caller raises an error there.
+        # Skip this inside `shard_map` and `pmap`, which have no layouts. The caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
@@ -171,7 +171,7 @@ class JaxPlacement(Placement):
         distribution = keras.distribution.distribution()
         if distribution is None:
             return function()
-        # Under a distribution, creating a variable involves all devices and processes.
+        # Suspend the distribution, because creating a variable under it would involve all devices and processes.
         self._suspended = distribution
         try:
             with _under(None):
@@ -299,8 +299,8 @@ def _check_can_lay_out(variables: Sequence[Variable]) -> None:
 
 def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
     for variable in variables:
-        # A variable from before `set_distribution` is on one device. A jitted step cannot combine it with weights on
-        # all devices.
+        # Lay out a variable that is on one device, because it was created before `set_distribution`. A jitted step
+        # could not combine it with weights on all devices.
         if variable._layout is None:
             variable._layout = distribution.get_variable_layout(variable)
             variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
@@ -313,7 +313,7 @@ def _shard(variables: Sequence[Variable], distribution: Any) -> None:
 
 
 def _axes_of(variable: Variable) -> Axes:
-    """Return the mesh axes of a variable's dimensions."""
+    """Return the mesh axes that divide each dimension of a variable."""
     layout = variable._layout
     axes: list[Any] = list(getattr(layout, "axes", None) or getattr(layout, "spec", None) or ())
     axes += [None] * (len(variable.shape) - len(axes))
@@ -321,7 +321,7 @@ def _axes_of(variable: Variable) -> Axes:
 
 
 def _state_axes(variable: Variable, distribution: Any) -> Axes:
-    """Return the mesh axes of the dimensions of a variable's state, divided among all devices if possible."""
+    """Return the mesh axes that divide each dimension of a variable's optimizer state, all axes if possible."""
     return with_free_axes(variable.shape, _axes_of(variable), _mesh_of(distribution))
 
 
@@ -334,7 +334,7 @@ def _mesh_of(distribution: Any) -> dict[str, int]:
 
 
 def _sharding(axes: Axes, distribution: Any) -> jax.sharding.NamedSharding:
-    # Not a `TensorLayout`, because that cannot divide one dimension along two axes of the mesh.
+    # Use `NamedSharding`, because Keras' `TensorLayout` cannot divide one dimension along two axes of the mesh.
     spec = jax.sharding.PartitionSpec(*[names if len(names) > 1 else next(iter(names), None) for names in axes])
     return jax.sharding.NamedSharding(distribution.device_mesh.backend_mesh, spec)
 

@@ -159,7 +159,7 @@ def _is_named_process() -> bool:
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
-    """Return the environment variables of Keras for a copy of the program, which gets its part of the GPUs."""
+    """Restrict a copy of the program to its share of the GPUs. Return the environment variables that Keras reads."""
     jobs.own_gpus(task)
     return {
         **jobs.all_gpus_for_jax(jobs.visible_gpus()),
@@ -217,10 +217,10 @@ def _leave_at_once_on_errors() -> None:
 def announce(call: str, number: int = 0) -> list[int]:
     """Announce to all processes the call that they are about to make together. Return the int32 `number` of each.
 
-    `call` describes the call and completes "process 0 ...", such as "saves a model". It is equal on all processes.
+    `call` describes the call and completes "process 0 ...", such as "saves a model".
 
     Raises:
-        ValueError: on every process, if processes announce different calls.
+        ValueError: on every process, if the `call` of some processes differs.
     """
     gathered = _gather(np.array([zlib.crc32(call.encode()) >> 1, number], "int32")).tolist()
     gather_letters = lambda letters: _gather(np.array(letters, "uint8")).tolist()  # noqa: E731
@@ -232,8 +232,8 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
     """Return the picklable objects of all processes, in order. `call` is as in `announce`."""
     if jax.process_count() == 1:
         return [value]
-    # Wait for running steps. With one CPU device per process, an exchange from another thread could overtake a step on
-    # some processes only, and its data would then be mistaken for the step's.
+    # Wait for running steps. `gather_pickled` uses another thread. With one CPU device per process, its exchange could
+    # overtake a step on some processes only, which would then receive data of a different collective.
     jax.block_until_ready(jax.live_arrays())
     return gather_pickled(value, _gather, lambda length: announce(call, length))
 
@@ -245,7 +245,7 @@ def _gather(array: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Replace errors about a lost connection by an error with the other processes and the remedy."""
+    """Replace errors about a lost connection by an error that lists the other processes and gives advice."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # a step cached by `jit` raises ValueError
@@ -262,14 +262,14 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-# The beginnings of XLA's messages about lost processes. Others, such as RESOURCE_EXHAUSTED, are about this process.
+# The beginnings of XLA's messages about lost processes. Others, such as RESOURCE_EXHAUSTED, concern this process.
 _LOST_CONNECTION = re.compile(
     "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
 )
 
 
 def coordinator() -> Any:
-    """Return the client of JAX's coordinator, or None without several processes."""
+    """Return the client of JAX's coordinator, or None in a job of one process."""
     return distributed.global_state.client
 
 
@@ -308,7 +308,7 @@ class _OverProcesses(keras.distribution.DataParallel):
 
     @property
     def auto_shard_dataset(self) -> bool:
-        # Raise the error here, because `predict` reads this property before it removes the weights from the model.
+        # Raise the error in this property, because Keras' `predict` reads it before it changes the model.
         if is_running("predict", _KERAS_TRAINER) and not _predicts_together.get():
             raise RuntimeError(
                 "Over several processes, `predict` needs a prepared model and the same data on all of them. Received: "
@@ -325,7 +325,7 @@ MADE_HERE = "_keras_shardopt_made_here"
 
 
 def _make_cpu_devices(num_replicas: int | None) -> None:
-    # If `XLA_FLAGS` sets the number, keep it, because JAX does not allow both.
+    # If `XLA_FLAGS` sets the number of CPU devices, keep that number, because JAX does not allow both settings.
     given = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     before = jax.config.jax_num_cpu_devices
     wanted = before if given or num_replicas is None else num_replicas
@@ -337,9 +337,9 @@ def _make_cpu_devices(num_replicas: int | None) -> None:
 
 def _give_threads(num_devices: int) -> None:
     """Make XLA start enough threads for several devices on few cores, unless the user has set a number."""
-    # XLA's CPU client has PJRT_NPROC threads, or NPROC. By default it has one per core, and at least one per device. A
-    # device that waits in a collective occupies a thread. If all threads wait, the device they wait for cannot run, and
-    # XLA aborts the process after 40 s.
+    # PJRT_NPROC or NPROC sets XLA's number of CPU threads. The default is one per core, and at least one per device. A
+    # device occupies a thread while it waits in a collective. If all threads wait for a device that has no thread, XLA
+    # aborts the process after 40 s.
     wanted = max(16, 4 * num_devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_devices > 1 and cores < wanted and not {"NPROC", "PJRT_NPROC"} & os.environ.keys():

@@ -93,7 +93,7 @@ class JaxRuntime(Runtime):
             return [scope.get_current_value(variable) for variable in variables]
 
         if mostly:
-            # Avoid `cond`: its branches cannot update in place, so they need temporary memory of the state's size.
+            # Avoid `cond`: its branches cannot update in place, so they need temporary memory as large as `variables`.
             pairs = zip(updated(), before)
             chosen = [new if new is old else jax.numpy.where(condition, new, old) for new, old in pairs]
         else:
@@ -125,7 +125,7 @@ class JaxRuntime(Runtime):
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
-        # Never stop a compiled step, because that would lose the weights passed to it.
+        # Never stop a compiled step: it has taken over the memory of the weights, so an error would lose them.
         if self.is_concrete(condition):
             super().raise_if(condition, nonfinite_source, names, rule)
 

@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Variable
 
 
 def own_parts(variable: Variable) -> OwnParts:
-    """Copy the shards that this process saves. If several processes hold copies of a shard, each saves a share."""
+    """Copy the shards that this process saves. If several processes hold the same shard, each saves a share of it."""
     value = variable.value
     boxes: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
@@ -33,7 +33,7 @@ def own_parts(variable: Variable) -> OwnParts:
 
 
 def assign_stored(variable: Variable, array: Any) -> None:
-    """Assign an array of a checkpoint. If processes hold shards, each reads its own."""
+    """Assign an array of a checkpoint to a variable. If processes hold shards, each reads only its shards."""
     value = variable.value
     if value.is_fully_addressable or value.is_fully_replicated:
         variable.assign(np.asarray(array))

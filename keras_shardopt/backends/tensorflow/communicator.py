@@ -61,8 +61,8 @@ class ReplicaContext(Communicator):
             return [tf.reduce_max(stack, axis=0) for stack in self._stacks(tensors)]
         reduced: list[Tensor] = [None] * len(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            # One call per dtype: the strategy packs its tensors into as few transfers as possible. A call with several
-            # dtypes fails.
+            # Reduce all tensors of a dtype in one call, so the strategy can pack them into few transfers. A call with
+            # several dtypes would fail.
             alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             note("all_reduce", [tf.convert_to_tensor(tensors[i]) for i in alike], self.num_replicas)
             with _explaining_merge_calls():
@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate the tensors of a replica's group on its device. With `takes_part`, only their slices for it."""
+        """Return each tensor of this replica's group, concatenated. `takes_part` takes only slices for this replica."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "Codecs of gradients need `MirroredStrategy` on TensorFlow, in one process. Received: another "
@@ -106,7 +106,7 @@ class ReplicaContext(Communicator):
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Return the sums over replicas times `factor`, in one process: first of pairs by id, then of pairs of sums.
+        """Return the sums over the replicas of one process, times `factor`. Add pairs of replicas, then pairs of sums.
 
         Each tensor is summed on one device, and all devices sum about equally much. Replicas send as much as in a ring.
         """
@@ -154,14 +154,14 @@ class ReplicaContext(Communicator):
         return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 
     def _sum_on_tpu(self, tensor: Tensor) -> Tensor:
-        # This is the op of `tf.compat.v1.tpu.cross_replica_sum`. It has no kernel on devices other than TPUs.
+        # On TPUs, this op sums within groups of replicas. `tf.compat.v1.tpu.cross_replica_sum` calls it too.
         assignment = tf.constant(self._groups, tf.int32)
         return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
 
 
 @contextlib.contextmanager
 def _explaining_merge_calls() -> Iterator[None]:
-    """Replace TensorFlow's errors about `merge_call` by an error with the remedy."""
+    """Replace TensorFlow's errors about `merge_call` by an error with advice."""
     try:
         yield
     except RuntimeError as error:
@@ -192,7 +192,7 @@ _READ = (
 
 
 def evidence_of(replicas: Communicator, state: GradientState | None = None) -> Evidence:
-    """Return the evidence for the last `gradient_state`, or against the `state` that the user set."""
+    """Return the evidence for the detected `GradientState`. If the user set a `state`, return warnings against it."""
     if not isinstance(replicas, ReplicaContext):
         return Evidence()
     return replicas.evidence if state is None else Evidence(doubts=_objections(state))
@@ -219,7 +219,7 @@ def _objections(state: GradientState) -> Sequence[str]:
 
 
 def _doubts(seen: set[str]) -> list[str]:
-    """Return possible problems with the gradients of a step, from the notes on its losses."""
+    """Return warnings about possible problems with the gradients of a step. `seen` describes its losses."""
     doubts = []
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         doubts.append(_MIXTURE)
@@ -257,7 +257,7 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
 
 
 def _process_of(resolver: Any) -> tuple[int, int]:
-    """Return how many tasks (processes) of the cluster train, and this task's index among them."""
+    """Return the number of tasks (processes) of the cluster that train, and this task's index among them."""
     spec = {} if resolver is None else resolver.cluster_spec().as_dict()
     tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
     me = None if resolver is None else (resolver.task_type, resolver.task_id)

@@ -1,4 +1,4 @@
-"""Whether a tensor can be used in the current graph. Each function, condition and loop has its own graph."""
+"""Checks whether a tensor can be used in the current graph. Each function, condition and loop has its own graph."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether the loss of a replica's step was divided by the number of replicas, as far as that can be detected.
+"""Detects whether the loss of a replica's training step was divided by the number of replicas.
 
-A gradient alone does not show that. Detected divisions are Keras' losses and penalties, `tf.nn.compute_average_loss`,
-`tf.nn.scale_regularization_loss`, and steps that read the number of replicas. Wrappers of these functions record them
-as notes in the replica context, for one step of one replica, while Python runs (during a trace). If a step has several
-losses, the target of `GradientTape.gradient` shows to which loss a gradient belongs.
+A gradient does not show the division. It is detected in Keras' losses and penalties, `tf.nn.compute_average_loss`,
+`tf.nn.scale_regularization_loss`, and steps that read the number of replicas. While a step is traced, wrappers of these
+functions write notes into the replica context. If a step has several losses, the target of `GradientTape.gradient`
+shows to which loss a gradient belongs.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.losses.loss.reduce_values` - reduces the values of a loss to a scalar, and divides it.
@@ -24,38 +24,38 @@ from keras.src.losses import loss as keras_loss
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 
 DIVIDED = "divided"
-"""A loss that is correct if gradients are summed: divided by the number of replicas, or a plain sum."""
+"""The note on a loss that is divided by the number of replicas, or is a plain sum. Its gradients must be summed."""
 
 BY_NUMBER = "by number"
-"""A loss that Keras, TensorFlow or a prepared step certainly divided by the number of replicas."""
+"""The note on a loss that Keras, TensorFlow or this package certainly divided by the number of replicas."""
 
 UNDIVIDED = "undivided"
-"""A loss that Keras could not divide, because its function returned a scalar."""
+"""The note on a loss that Keras could not divide, because the loss function returned a scalar."""
 
 BARE_TERM = "bare term"
-"""A loss with a divided and an undivided term."""
+"""The note on a loss with one term that is divided by the number of replicas, and one that is not. It is an error."""
 
 OWN_WEIGHTS = "own weights"
-"""A loss divided by the sample weights of this replica's rows."""
+"""The note on a loss divided by the sum of sample weights of this replica's rows instead of all rows."""
 
 BY_HAND = "by hand"
-"""The step reads the number of replicas, so it divides a loss itself."""
+"""The note on a step that reads the number of replicas, probably to divide a loss."""
 
 SUM = "sum"
-"""A loss that is a sum over rows, perhaps divided by a constant."""
+"""The note on a loss that is a sum over rows, perhaps divided by a constant."""
 
 IN_MODEL = "in model"
-"""The loss comes from a step that is a method of a model, such as `train_step`, not a custom function."""
+"""The note on a step that is a method of a model, such as `train_step`, not a custom function."""
 
 _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
 _BARE = "_keras_shardopt_sources_of_bare_losses"
 
-# Types of operations in a graph that add their inputs, that pass one input through, and that multiply or select.
+# To find the terms of a loss in a graph: operations that add their inputs, that pass one input on, and that scale it.
 _ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
 _PASSING = {"Cast", "ExpandDims", "Identity", "Neg", "Reshape", "Squeeze", "Sum"}
 _MULTIPLYING = {"DivNoNan", "Mul", "MulNoNan", "RealDiv", "SelectV2"}
-# Types of operations that do not count as a term of a loss, or whose content is unknown (calls of traced functions).
+# Operations that are not a term of a loss, or are calls of traced functions, which can contain anything.
 _NO_TERM = {"Const", "PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall", "StopGradient"}
 _LIBRARIES = ("tensorflow", "keras", "keras_shardopt")
 
@@ -68,7 +68,7 @@ def note(what: str) -> None:
 
 
 def note_divided(loss: Any, adds_up: bool = False) -> Any:
-    """Note that a loss is correct if gradients are summed, and return it. `adds_up` is true for a plain sum."""
+    """Return `loss`, and note that its gradients must be summed over replicas. `adds_up` is true for a plain sum."""
     note(DIVIDED)
     if not adds_up:
         note(BY_NUMBER)
@@ -89,7 +89,7 @@ def divided(loss: Any) -> Any:
 
 
 def logged(loss: Any) -> Any:
-    """Return a loss as logs show it: undo the division by the number of replicas if all its terms are divided."""
+    """Return the value of a loss for logs. If all its terms were divided by the number of replicas, undo that."""
     context = tf.distribute.get_replica_context()
     if context is None or not tf.is_symbolic_tensor(loss) or loss.shape.rank != 0 or BY_HAND in noted():
         return loss
@@ -106,9 +106,9 @@ def noted() -> set[str]:
 
 
 def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
-    """Return whether the latest gradients of all these variables come from losses without a divided term.
+    """Return whether no loss of these gradients has a term that was divided by the number of replicas.
 
-    False if the step reads the number of replicas and divides the gradients instead.
+    Return False if the step divides the gradients by the number of replicas instead.
     """
     context = tf.distribute.get_replica_context()
     bare = {} if context is None else vars(context).get(_BARE, {})
@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies the current notes to the replica context in which it is called."""
+    """Return a function that copies this replica's notes on losses to the replica context in which it is called."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 
@@ -135,7 +135,7 @@ def carried() -> Callable[[], None]:
 
 
 def model_of_step() -> keras.Model | None:
-    """Return the model with the step method that calls this. None in a custom training loop."""
+    """Return the model whose `train_step` or other method is running. None in a custom training loop."""
     model: keras.Model | None = running_instance(keras.Model)
     return model
 
@@ -178,7 +178,7 @@ def noting_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `GradientTape.gradient` to note, for each source, whether its loss has no divided term."""
+    """Wrap `GradientTape.gradient` to record for each variable whether no term of its loss was divided by replicas."""
 
     @functools.wraps(gradient)
     def noting_bare_losses(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,8 +187,8 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
             return gradient(tape, target, sources, *args, **kwargs)
         divided = vars(context).get(_TENSORS, [])
         kinds = set()
-        # Search the terms only in a graph, because eager tensors do not record their inputs. If Keras could not divide
-        # a scalar loss, that is already noted.
+        # Search the terms only in a graph, because eager tensors do not record their inputs. Skip the note on mixed
+        # terms after the note UNDIVIDED, which leads to another warning.
         if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
             kinds = _terms(target, names, _num_replicas.fget(context.strategy))
@@ -199,11 +199,11 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         graph = _graph_of(target)
         here = [tensor for tensor in divided if _graph_of(tensor) is graph]
         found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
-        # If divided losses are in other graphs, do not call this loss bare, because it can contain one of them.
+        # If divided losses are in other graphs, `target` can contain one of them, so do not record it as undivided.
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # A sum over rows may be divided too: by the rows of all replicas, a number that the graph does not show.
+            # A step can also divide a sum over rows by the rows of all replicas. The graph does not show that number.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):
@@ -254,7 +254,7 @@ def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set
 
 
 def _adds_up_divided(loss: Any, divided: set[str], num_replicas: int) -> bool:
-    """Return whether a scalar in a graph sums only divided losses, with factors other than `num_replicas`."""
+    """Return whether a scalar in a graph is a weighted sum of only `divided` losses, with no weight `num_replicas`."""
     pending = [loss]
     while pending:
         tensor = pending.pop()
@@ -321,10 +321,10 @@ _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync
 
 
 def noting_reads(in_tensorflow: property) -> property:
-    """Wrap the property of the number of replicas to note each read by a step."""
+    """Wrap the property `num_replicas_in_sync` to note each read by a training step."""
 
     def num_replicas_in_sync(strategy: Any) -> int:
-        # A step that reads this number divides by it. Reads by TensorFlow and Keras have other purposes.
+        # Note only reads by the user's step, which probably divides by the number. TensorFlow and Keras read it too.
         if caller_module().partition(".")[0] not in _LIBRARIES:
             note(DIVIDED)
             note(BY_HAND)

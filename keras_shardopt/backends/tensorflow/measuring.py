@@ -1,4 +1,4 @@
-"""Measurements of a worker: the time of a message, and a profile."""
+"""Measures how long a message to the job's key-value store takes, and profiles a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_shardopt.backends.tensorflow.processes import processes
 
 
 def seconds_of_message() -> float:
-    """Return the seconds in which the job's key-value store answers."""
+    """Return how many seconds a read from the job's key-value store takes."""
     key = f"keras_shardopt/message/{processes.process()[1]}"
     with contextlib.suppress(tf.errors.AlreadyExistsError):
         context.context().set_config_key_value(key, "1")

@@ -188,8 +188,8 @@ class TensorFlowPlacement(Placement):
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         if not tf.distribute.has_strategy():
             return function()
-        # Use a new thread, because a strategy's scope holds only in the thread that entered it. In the scope, all
-        # workers would have to create a variable together.
+        # Use a new thread: a strategy's scope applies only to the thread that entered it. Inside the scope, all workers
+        # would have to create a variable together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
@@ -203,7 +203,7 @@ class TensorFlowPlacement(Placement):
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
         if strategy is None:
             return np.zeros((1, len(values)), "uint64")
-        # Hash the copies in this process. A variable outside the strategy has one copy for all replicas.
+        # Hash this process's copies, one per replica. A variable outside the strategy has one copy for all replicas.
         num_local = max(len(getattr(value, "values", [0])) for value in values)
         rows = []
         for replica in range(num_local):
@@ -218,7 +218,7 @@ placement = TensorFlowPlacement()
 
 
 def store_whole(variable: Variable, shape: Sequence[int]) -> None:
-    """Make TensorFlow's checkpoints store a variable, whose copies each hold a slice, as one array of this shape."""
+    """Make TensorFlow's checkpoints store one array of this shape for a variable whose copies each hold a slice."""
     copies = variable.value.values
 
     def serialize() -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class TensorFlowProcesses(Processes):
     """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
 
     num_replicas_of_last_scope: int = 1
-    """The number of replicas of the last scope entered, until it is closed for good."""
+    """The number of replicas of the last `data_parallel()` scope. 1 before the first scope, and after its `close()`."""
 
     def creates_variables_collectively(self) -> bool:
         return tf.distribute.has_strategy() and self.process()[0] > 1
@@ -134,7 +134,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
 @contextlib.contextmanager
 def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Replace errors about a worker that does not answer by an error with its address and the remedy."""
+    """Replace errors about a worker that does not answer by an error with the worker's address and advice."""
     try:
         yield
     except (tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
@@ -168,7 +168,7 @@ _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDi
 
 
 def optimizer_created(optimizer: Optimizer) -> None:
-    """Record a new optimizer's number of replicas. The first call also starts to detect losses divided by it."""
+    """Record the number of replicas of a new optimizer. The first call also starts to watch for divided losses."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
     _make_trainer_raise(strategy)
@@ -184,12 +184,11 @@ _KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
 def _make_trainer_raise(strategy: tf.distribute.Strategy) -> None:
-    """Make Keras' own trainer raise an error with a remedy before it fails with an unclear one."""
+    """Make Keras' own trainer raise an error with advice instead of an unclear error."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
         return
-    # Replace `strategy.reduce`, because it is the only method that Keras calls before it fails. This strategy cannot
-    # reduce the per-replica batches (`fit`, `evaluate`) and scalars (`train_on_batch`) of Keras. Other callers reduce
-    # as usual.
+    # Replace `strategy.reduce`, because Keras' trainer fails there: this strategy cannot reduce the trainer's
+    # per-replica batches (`fit`, `evaluate`) and scalars (`train_on_batch`). Other callers reduce as usual.
     strategy.reduce = types.MethodType(_reduce_except_for_trainer, strategy)
 
 
@@ -221,7 +220,7 @@ def _world_of(strategy: tf.distribute.Strategy) -> World:
 
 
 def _name(device: str) -> str:
-    """Return the end of a device's name: "cpu:0" for "/job:worker/replica:0/task:1/device:CPU:0"."""
+    """Return the short name of a device: "cpu:0" for "/job:worker/replica:0/task:1/device:CPU:0"."""
     return device.rpartition("device:")[2].lower()
 
 
@@ -237,7 +236,7 @@ has no such variable."""
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
-    """Return `TF_CONFIG` for a copy of the program, which gets its part of the GPUs."""
+    """Restrict a copy of the program to its share of the GPUs. Return the copy's `TF_CONFIG`."""
     if len(task.hosts) < task.size:
         raise RuntimeError(
             f"On TensorFlow each process needs the addresses of all others, which `{task.command}` does not name here. "
@@ -250,7 +249,7 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
 
 
 _strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
-"""The only strategy made from `TF_CONFIG`, by its timeout. One per program: TensorFlow starts its server once."""
+"""The strategy made from `TF_CONFIG`, keyed by its timeout. TensorFlow allows only one such strategy in a program."""
 
 
 def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
@@ -309,7 +308,7 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
 
 
 def _devices(num_replicas: int | None) -> list[Any]:
-    """Return the first `num_replicas` local accelerators, or logical CPU devices without accelerators. None: all."""
+    """Return the first `num_replicas` local accelerators (None means all). Without any, return logical CPU devices."""
     kinds = [kind for kind in ("TPU", "GPU") if tf.config.list_physical_devices(kind)]
     kind = kinds[0] if kinds else "CPU"
     if kind == "CPU" and num_replicas is not None:
@@ -330,8 +329,8 @@ def _strategy_of(*devices: str) -> tf.distribute.Strategy:
     """Return the strategy of these devices. Later scopes reuse it, because variables belong to one strategy."""
     if "TPU" in devices[0]:
         return tf.distribute.TPUStrategy()
-    # All strategies number collectives from the same key. TensorFlow aborts if a key was used with another number of
-    # devices. Its own tests skip used keys this way.
+    # Skip the keys of earlier strategies, as TensorFlow's tests do. All strategies number their collectives from the
+    # same key, and TensorFlow aborts if it uses a key again with another number of devices.
     tf.distribute.MirroredStrategy._collective_key_base += 100_000
     return tf.distribute.MirroredStrategy(devices)
 
@@ -353,14 +352,14 @@ def _make_cpu_devices(num_replicas: int) -> None:
 
 
 def gather(strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
-    """Gather arrays of integers in [0, 2**63) of equal shape, with a row per local replica.
+    """Gather equal-shaped arrays of integers in [0, 2**63), with a row per local replica, from all processes.
 
     Return a list with one array: the rows of all replicas.
     """
     world = _world_of(strategy)
     if world.num_processes == 1:
         return [array]
-    # Pad to one of few sizes, because TensorFlow traces the exchange for each size.
+    # Pad arrays to one of a few sizes, because TensorFlow traces the exchange again for each size.
     flat = array.reshape(len(array), -1).astype("int64")
     padded = np.zeros((len(flat), 4 ** max(2, -(-(flat.shape[1] - 1).bit_length() // 2))), "int64")
     padded[:, : flat.shape[1]] = flat
@@ -379,7 +378,7 @@ def _exchange(strategy: tf.distribute.Strategy, length: int) -> Any:
     def on_replica(vector: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         is_mine = tf.range(strategy.num_replicas_in_sync) == context.replica_id_in_sync_group
-        # Sum arrays in which only this replica's row is not zero. That is one collective, and a gather would be two.
+        # Sum arrays in which only this replica's row is not zero. A sum is one collective. A gather would be two.
         placed = tf.where(is_mine[:, tf.newaxis], vector[tf.newaxis], tf.zeros_like(vector)[tf.newaxis])
         return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
 

@@ -28,7 +28,7 @@ _draw_seed_in_keras = tf_random.draw_seed
 
 @contextlib.contextmanager
 def as_part(number: Any) -> Iterator[None]:
-    """Make numbers drawn in the block depend on this scalar instead of the replica id."""
+    """Make random numbers that are drawn in the block depend on the scalar `number` instead of the replica id."""
     token = _part.set(number)
     try:
         yield

@@ -42,7 +42,8 @@ def _restore_unless(condition: Any, update: Callable[[], None], variables: Seque
     """
     before = [tf.identity(keras.ops.convert_to_tensor(variable)) for variable in variables]
     update()
-    # Restore counters of Keras' optimizers together, because an assignment copies the first replica's value to all.
+    # Restore weights on each replica, but counters of Keras' optimizers on all replicas together, because assigning a
+    # counter copies the first replica's value to all.
     is_own = [getattr(variable, "aggregation", "none") == "none" for variable in variables]
     own = [pair for pair, own_value in zip(zip(variables, before), is_own) if own_value]
     common = [pair for pair, own_value in zip(zip(variables, before), is_own) if not own_value]
@@ -81,14 +82,14 @@ def disable_reduction(optimizers: Sequence[Any], scope: GradientScope) -> None:
     """Disable the built-in reduction of these innermost optimizers while gradients in this scope are reduced."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
-        # Replace the method on the instance, without Keras' attribute tracking. A subclass would change the serialized
-        # name.
+        # Replace the method on the instance, because a subclass would change the class name in saved models. Avoid
+        # `setattr`, because Keras would track the method as an attribute.
         override = types.MethodType(_reduce_unless_reduced, optimizer)
         object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
 
 def num_summed() -> int:
-    """Return over how many replicas Keras' optimizers sum unreduced gradients."""
+    """Return the number of replicas over which Keras' optimizers sum gradients that are not yet reduced."""
     return int(runtime.communicator("").num_replicas)
 
 
@@ -144,8 +145,8 @@ class TensorFlowRuntime(Runtime):
             _cond(condition, lambda: update(grads))
             return
 
-        # Replicas cannot communicate inside a condition, and updating a variable communicates. So they synchronize,
-        # evaluate the condition together, and update in a new replica context.
+        # Replicas cannot communicate inside a condition, but updating a variable communicates. So evaluate the
+        # condition outside the replica context, and update in a new replica context inside the condition.
         copy_loss_notes = tf_losses.carried()
 
         def update_on_replica(grads: Sequence[Any]) -> None:
@@ -159,7 +160,7 @@ class TensorFlowRuntime(Runtime):
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        # Assign and add in place. A choice between two tensors would need twice the memory traffic.
+        # Assign or add in place. The default implementation selects between tensors, with twice the memory traffic.
         def begin() -> None:
             for variable, value in zip(variables, values):
                 variable.assign(tf.zeros_like(variable) if value is None else value)
@@ -188,7 +189,7 @@ class TensorFlowRuntime(Runtime):
             "(-1: unknown), first in the gradient of",
             name,
         ]
-        # Without these dependencies, the assertion could run before the assignments, because it does not read them.
+        # Without these dependencies, the assertion could run before the assignments, because it reads no variable.
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
             tf.debugging.Assert(tf.logical_not(condition), message)
 

@@ -18,7 +18,7 @@ def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
-    """Split a tensor along its first dimension. None if that has a known size: the caller can then slice the tensor."""
+    """Split a tensor along its first dimension. Return None if its size is known: the caller can then use slices."""
     if isinstance(tensor, tf.SparseTensor):
         return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
     if tensor.shape[0] is not None:
@@ -43,7 +43,7 @@ def running_if_divisible(tensors: Sequence[Tensor], divisor: int, rule: str, rem
 
 
 def _created_anyway(create: Callable[..., Any], **arguments: Any) -> Any:
-    # XLA computes initial values outside the function, so they must not wait for an assertion.
+    # XLA computes the initial values of variables outside the function, so they must not wait for an assertion.
     with tf.control_dependencies(None):
         return create(**arguments)
 

@@ -1,4 +1,4 @@
-"""The memory of gradients, and of the buckets in which they are sent: predicted and measured."""
+"""Predicts and measures the memory of gradients, and of the buckets in which ranks send gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from keras_shardopt.numerics import Tensor, Variable, dtype_of
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory of tensors, each memory once."""
+    """Return the bytes of memory that tensors use. Memory that several tensors share counts once."""
     return sum(_memories(tensors).values())
 
 
 def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each memory by address."""
+    """Return the number of bytes of each tensor's storage, keyed by address."""
     return {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def measured(variables: Sequence[Variable], buckets: Any) -> tuple[int, int]:
-    """Return the bytes of the variables' gradients, and of the memory in which buckets send them.
+    """Return the bytes of the variables' gradients, and the bytes of the memory in which buckets send gradients.
 
     Args:
         variables: the trainable variables.
@@ -43,7 +43,7 @@ def measured(variables: Sequence[Variable], buckets: Any) -> tuple[int, int]:
 def predicted(
     num_ranks: int, variables: Sequence[Variable], narrow: str | None, slices: Slices | None
 ) -> tuple[int, int]:
-    """Return the bytes that buckets keep for this rank's slices of gradients, and those to send gradients.
+    """Return the bytes in which buckets keep this rank's slices of gradients, and the bytes to send gradients.
 
     Args:
         num_ranks: the number of ranks.
@@ -65,6 +65,6 @@ def predicted(
 
 
 def _item_sizes(tensor: Tensor, narrow: str | None) -> tuple[int, int]:
-    """Return the bytes of an element when sent, and of its copy in the variable's dtype (0 if that is the same)."""
+    """Return the bytes of an element when sent, and of its copy in the variable's dtype (0 if the dtypes are equal)."""
     sent = getattr(torch, dtype_sent(dtype_of(tensor), narrow))
     return sent.itemsize, tensor.element_size() if sent != tensor.dtype else 0

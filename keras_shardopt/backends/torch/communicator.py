@@ -32,7 +32,7 @@ from keras_shardopt.backends.traffic import Kind, note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
-"""The size limit of a bucket, the memory of gradients that are sent together. It is that of PyTorch's DDP."""
+"""The default size limit of a bucket of gradients that are sent together, as in PyTorch's DDP."""
 
 
 # PyTorch 2.13 renamed these functions, and the old names warn.
@@ -41,7 +41,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class TorchProcessGroup(Communicator):
-    """The ranks of the default process group, or of one of its groups."""
+    """The ranks of the default process group, or of a group that `split` made."""
 
     is_spmd = False
     is_multi_process = True
@@ -49,7 +49,7 @@ class TorchProcessGroup(Communicator):
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
-        # A weak reference, because a group that outlives `destroy_process_group` crashes the interpreter at exit.
+        # Keep a weak reference, because a group that outlives `destroy_process_group` crashes the interpreter at exit.
         self._default_group = weakref.ref(dist.group.WORLD)
         self._process_group: Any = None
         self._groups_by_ranks: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
@@ -78,8 +78,8 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def report_failure(self, words: str, first_member: int) -> None:
-        # Use the store, because ranks of other groups now run other code, and join no collective. All members of this
-        # group write the same id, because they count the same failures.
+        # Use the store, because ranks of other groups now run other code and join no collective. All ranks of this
+        # group write the same id, because they have counted the same failures.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         report_failure(f"{first_member}/{self._num_failures}", words)
@@ -96,7 +96,7 @@ class TorchProcessGroup(Communicator):
         return words
 
     def are_current(self) -> bool:
-        """Return whether this object's process group is still the default one."""
+        """Return whether this object's process group is still the default process group."""
         group = self._default_group()
         return group is not None and group is dist.group.WORLD
 
@@ -151,7 +151,7 @@ class TorchProcessGroup(Communicator):
     def _scattered(self, tensor: Tensor) -> Tensor:
         group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
-            # Not a reduce-scatter, because gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
+            # Avoid a reduce-scatter: gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
             gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
             with naming_missing_ranks():
@@ -195,7 +195,7 @@ class TorchProcessGroup(Communicator):
             work = dist.all_reduce(flat, dist.ReduceOp.SUM, group=group, async_op=True)
             parts = flat.split([tensor.numel() for tensor in tensors])
             return work, (lambda: [part.view(t.shape) for part, t in zip(parts, tensors)])
-        # Send bytes, all tensors at once. In an all-to-all, the bytes for rank 0 come first.
+        # Send the bytes of all tensors together. In an all-to-all, the bytes for rank 0 come first.
         rows = [_bytes(tensor).view(size if kind == "all_to_all" else 1, -1) for tensor in tensors]
         sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         received = sent.new_empty(size, sent.shape[1])
@@ -208,7 +208,7 @@ class TorchProcessGroup(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
         for indices in buckets_by_dtype(tensors, range(len(tensors)), BUCKET_BYTES):
-            # Bytes work for all dtypes, and preserve all bits.
+            # Send bytes, because they work for all dtypes and preserve all bits.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with naming_missing_ranks():
                 wait_for(dist.broadcast(flat, self.members[root], group=self._process_group, async_op=True))
@@ -241,7 +241,7 @@ class TorchProcessGroup(Communicator):
                     )
         equal = self._take_from_root(weights)
         self._take_from_root(state)
-        # `others` can belong to different models on different ranks. Copy them only if shapes and dtypes are equal.
+        # Copy non-trainable state only if shapes and dtypes are equal, because ranks can have found different models.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others)
         seed_per_rank(self.world, [])  # repeated, because the program can have seeded PyTorch after the first call
@@ -251,7 +251,7 @@ class TorchProcessGroup(Communicator):
         return self.num_replicas / float(num_equal) if equal else 0.0
 
     def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
-        """Assign the first rank's values. Return whether they were bitwise equal before."""
+        """Assign the first rank's values to `tensors`. Return whether all values were bitwise equal before."""
         equal = True
         with torch.no_grad():
             for mine, roots in zip(tensors, self.broadcast(tensors)):
@@ -297,7 +297,7 @@ class TorchProcessGroup(Communicator):
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            # Search all DDPs, because a parameter has no reference to its own, and Keras can create one anywhere.
+            # Search all DDPs, because a parameter has no reference to its DDP, and Keras can create a DDP anywhere.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
@@ -313,12 +313,12 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # An empty tensor from NumPy has a stride of 0, and PyTorch cannot view that as bytes.
+    # Add a dimension, because an empty tensor from NumPy has a stride of 0, which PyTorch cannot view as bytes.
     return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8).reshape(-1)
 
 
 def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Join the bytes of each tensor from all ranks."""
+    """Return each tensor's parts from all ranks, concatenated. `received` has a row of bytes per rank."""
     parts = received.split([row.shape[1] for row in rows], 1)
     return [part.reshape(-1).view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 

@@ -29,7 +29,7 @@ _ddps = Living(DistributedDataParallel)
 
 
 def noting_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap DDP's constructor to record forward passes. The wrapper's `scan` adds the DDPs that already exist."""
+    """Wrap DDP's constructor to record forward passes of each DDP. The wrapper's `scan` adds existing DDPs."""
     noting = _ddps.noting(init)
 
     def scan() -> None:
@@ -54,7 +54,7 @@ _INITIALIZE_DDP = getattr(keras.Model, "_initialize_ddp", None)
 
 
 def _initialize_ddp(model: Any, ranks: Any) -> None:
-    """Replaces Keras' method. Creates no DDP for weights if this package reduces their gradients."""
+    """Replaces Keras' method of that name. Creates no DDP if this package already reduces the model's gradients."""
     assert _INITIALIZE_DDP is not None
     if ranks is None or not any(ranks.has_found_no_ddp(variable) for variable in model.trainable_variables):
         _INITIALIZE_DDP(model)

@@ -1,4 +1,4 @@
-"""Buckets: memory for gradients that are sent together, ordered as a backward pass computes them."""
+"""Buckets: groups of gradients that ranks send together, in one block of memory, while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 @dataclasses.dataclass
 class FlatBucket:
-    """Memory for gradients that are reduced together, by one all-reduce."""
+    """A bucket of gradients that one all-reduce sums. `SlicedBucket` and `CodedBucket` have the same methods."""
 
     places: list[int]
-    """The positions of its variables, in the order of their gradients in memory."""
+    """The positions of the bucket's variables, in the order of their gradients in memory."""
 
     flat: Tensor
     views: dict[int, Tensor]
-    """The part of `flat` for each gradient, by position."""
+    """The part of `flat` that holds each gradient, by position of the variable."""
 
     wide: Tensor
     results: dict[int, Tensor]
-    """The reduced gradients, by position: parts of `wide`, a copy of `flat` in the variables' dtype if that differs."""
+    """The reduced gradients, by position. They are parts of `wide`: `flat`, or a copy in the variables' dtype."""
 
     divisor: int
     factor: float
-    """The number that divides gradients before sending, and the number that multiplies their sum."""
+    """`divisor` divides gradients before sending, and `factor` multiplies their sum."""
 
     num_missing: int = 0
     """The number of gradients that the running backward pass has not yet computed."""
@@ -43,26 +43,26 @@ class FlatBucket:
     """Whether gradients still exist after sending, and can be sent again."""
 
     num_under_way = 2**31
-    """The maximum number of buckets that are sent and not yet received."""
+    """The maximum number of buckets in transfer at a time. No limit here, because each bucket has its own memory."""
 
     transfer: Any = None
     """The object that encodes gradients in the current reduction (`update/transport.py`). None without a codec."""
 
     failure: str = ""
-    """A description of a failure on this rank before sending."""
+    """A description of an error on this rank before sending, or ""."""
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collectives that send this bucket, each with its tensors, or with tensors of the same sizes."""
+        """The collectives that send this bucket, with tensors of the sizes sent, to count bytes."""
         return [("all_reduce", [self.flat])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The tensors with the gradients sent and with the results."""
+        """The tensors that hold the sent gradients and the results."""
         return self.flat, self.wide
 
     def local_nonfinite(self) -> list[int]:
-        """Return no positions: the caller can check the gradients, because they still exist after sending."""
+        """Return positions of non-finite gradients that sending freed. Empty, because this class frees no gradients."""
         return []
 
     @property
@@ -71,7 +71,7 @@ class FlatBucket:
         return self.flat[self.wide.numel() :]
 
     def open(self) -> None:
-        """Nothing to do: this bucket has its own memory."""
+        """Prepare to be filled. This class has nothing to do, because each bucket has its own memory."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
         """Copy a gradient times `weight`, or zeros for None, into the bucket."""
@@ -87,7 +87,7 @@ class FlatBucket:
             torch.div(grad, self.divisor, out=view)
 
     def encode(self) -> None:
-        """Nothing to do: gradients are sent as they are."""
+        """Encode the gradients before sending. This class has nothing to do, because it has no codec."""
 
     def send(self) -> Any:
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
@@ -101,10 +101,10 @@ class FlatBucket:
                 self.wide.mul_(self.factor)
 
     def finish(self) -> None:
-        """Nothing to do: `receive` fills the results."""
+        """Complete the results once all buckets are received. This class has nothing to do: `receive` does all."""
 
     def release(self) -> None:
-        """Nothing to do: the next reduction uses the memory again."""
+        """Free memory until the next reduction. This class has nothing to do, because it reuses the memory."""
 
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)
@@ -123,7 +123,7 @@ def flat_buckets(
     Flags, such as the position of a non-finite gradient, are reduced with the gradients.
     """
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # Sort buckets in the order in which a backward pass fills them, because they are sent in this order.
+    # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):
@@ -137,7 +137,7 @@ def flat_buckets(
         if sent != like.dtype:
             wide = torch.zeros(size, dtype=like.dtype, device=like.device)
             results = _split(wide, places, tensors)
-        # For a mean, divide before sending: this saves a pass, and the sum overflows only if the mean does.
+        # For a mean, divide gradients while copying. That saves a pass, and the sum overflows only if the mean does.
         divisor, factor = factors(op, num_ranks, divides=op == "mean" or sent != like.dtype)
         buckets.append(FlatBucket(places, flat, views, wide, results, divisor, factor))
     return buckets

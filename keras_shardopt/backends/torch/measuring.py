@@ -1,4 +1,4 @@
-"""Measurements of a rank: the time of a message, and a profile."""
+"""Measures how long a message to the job's key-value store takes, and profiles a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_shardopt.backends.torch.process_group import job_store
 
 
 def seconds_of_message() -> float:
-    """Return the seconds in which the job's key-value store answers."""
+    """Return how many seconds a read from the job's key-value store takes."""
     store, key = job_store(), f"keras_shardopt/message/{dist.get_rank()}"
     store.set(key, "1")
     begin = time.perf_counter()

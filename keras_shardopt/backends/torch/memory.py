@@ -1,4 +1,4 @@
-"""Slices of weights as views, so updating a slice copies nothing."""
+"""Slices of weights as views of the weights' memory, so an optimizer can update a slice without copies."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @torch.no_grad()
 def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
-    """Give variables that each hold a slice of a weight the current values of that slice, without a copy if possible.
+    """Make each variable for a slice of a weight a view of that slice. If that is impossible, copy the values.
 
-    Each of `parts` is such a variable, its weight, and the start and end of the slice in the flattened weight.
+    `parts` has tuples of the variable, its weight, and the start and end of the slice in the flattened weight.
     """
     own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
     for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
         if whole.is_contiguous():
-            # Share memory, so updating the slice updates the weight. Repeat this in each update, because `Module.to` or
-            # the like can have moved the weight to other memory.
+            # Share memory, so updating the slice updates the weight. Repeat this in each update, because functions such
+            # as `Module.to` can have moved the weight to other memory.
             part.data = whole.data.view(-1)[start:stop]
         else:
             part.copy_(whole.reshape(-1)[start:stop])
@@ -34,7 +34,7 @@ def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
 
 @torch.no_grad()
 def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
-    """Assign flat slices that make up the whole variable."""
+    """Assign to a variable the concatenation of flat slices."""
     whole = _tensor(variable)
     if not whole.is_contiguous():
         whole.copy_(torch.cat(list(slices)).view(whole.shape))
@@ -46,7 +46,7 @@ def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
 
 
 class Together:
-    """Weights in one contiguous block of memory of `size` elements, so gathered slices are written in place."""
+    """Moves weights into one contiguous block of `size` elements, so an all-gather of slices writes them in place."""
 
     def __init__(self, variables: Sequence[Variable], size: int) -> None:
         self._variables = list(variables)
@@ -55,7 +55,7 @@ class Together:
 
     @torch.no_grad()
     def flat(self) -> Tensor | None:
-        """Return the memory, after moving weights into it if needed. None if weights share memory with others."""
+        """Return the block of memory, with the weights in it. None if weights share memory with other tensors."""
         tensors = values_of(self._variables)
         if self._flat is not None and _lie_in(self._flat, tensors):
             return self._flat
@@ -73,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a new tensor of `size` elements, with a row for each rank: `own` in row `row`, and zeros elsewhere."""
+        """Return a new tensor for an all-gather, a row per rank: `own` in the row with index `row`, zeros elsewhere."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made
@@ -83,7 +83,7 @@ _MOVED_TO = "_keras_shardopt_moved_to"
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor shares memory with nothing, or only through another optimizer's `Together`."""
+    """Return whether the tensor shares its memory with no other tensor. Weights of a `Together` count as separate."""
     memory = tensor.untyped_storage()
     return memory.nbytes() == tensor.nbytes or getattr(tensor, _MOVED_TO, None) == memory.data_ptr()
 

@@ -37,7 +37,7 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Buffer]] = weakref.W
 
 
 def buffers_of(layer: Any) -> list[Buffer]:
-    """Return the buffers of a layer and of the modules it wraps, without those of nested layers."""
+    """Return the buffers of a layer and of the modules it wraps, without the buffers of nested layers."""
     found = []
     for place, tensor in layer.named_buffers(recurse=isinstance(layer, keras.layers.TorchModuleWrapper)):
         where, _, name = place.rpartition(".")
@@ -50,7 +50,7 @@ def buffers_of(layer: Any) -> list[Buffer]:
 
 
 def batch_normalizations_in(layers: Sequence[Any]) -> list[str]:
-    """Describe the modules in these layers that normalize with the rows of one rank."""
+    """Describe the PyTorch modules in these layers that normalize with the rows of one rank only."""
     kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     wrappers = [layer for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
     return [

@@ -25,7 +25,7 @@ def is_sum_finite(value: Tensor) -> Tensor:
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
-    """Return True if one fast pass, without waiting for a device, shows that all elements are finite. Else False."""
+    """Return whether one fast pass shows that all elements are finite. False for tensors on an accelerator."""
     is_readable = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
     if not values or not is_readable or torch.compiler.is_compiling():
         return False

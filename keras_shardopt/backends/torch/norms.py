@@ -23,7 +23,7 @@ _WHOLE = 2**20
 
 
 def are_plain(values: Sequence[Any]) -> bool:
-    """Return whether all are dense PyTorch tensors."""
+    """Return whether all values are dense PyTorch tensors."""
     return all(torch.is_tensor(value) and value.layout == torch.strided for value in values)
 
 

@@ -50,7 +50,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Buckets:
-    """Reduces gradients over all ranks. All ranks make the same calls with the same arguments.
+    """Reduces gradients over all ranks, during the backward pass if possible. All ranks must make the same calls.
 
     Args:
         ranks: the ranks of the default process group (`TorchProcessGroup`).
@@ -103,7 +103,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates that used gradients of this object. If ranks differ, one of them has skipped an update.
+        # The number of updates with gradients of this object. If it differs between ranks, one has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -117,7 +117,7 @@ class Buckets:
             )
         if self._num_sent % len(self._buckets):
             # This rank's previous backward pass failed, and other ranks still wait for its remaining buckets. Send
-            # these. If gradients can be sent again, other ranks then repeat theirs along with this rank's next ones.
+            # them. If gradients can be sent again, the other ranks then repeat the step together with this rank.
             self._was_late, self._has_lost = True, not self._can_resend
             self._reduced([False] * len(self._variables), [None] * len(self._variables), None)
         self._forget()
@@ -146,7 +146,7 @@ class Buckets:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
         `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, the caller passes
-        `window` in the last micro-batch, to turn its gradients into those of all micro-batches.
+        `window` in the last micro-batch, to replace its gradients by the means over all micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -169,16 +169,15 @@ class Buckets:
             return
         self._begin()
         parameters = values_of(self._variables)
-        # Compare in each step, because layers can be frozen or unfrozen in between.
+        # Compare with the previous step, because layers can be frozen or unfrozen between steps.
         trainable = [parameter.requires_grad for parameter in parameters]
         if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
             self._add_hooks(parameters, trainable)
         if any(parameter.grad is not None for parameter in parameters):
             return  # the program accumulates gradients in `.grad`, so only `reduce` can send them
         if not self._can_resend and (self._has_other_hooks() or exchanges_statistics()):
-            # Send after the backward pass. Other hooks read `.grad`, and sending early would free it. With layers that
-            # exchange statistics, ranks could wait for each other: this one for a bucket of a rank that sends later,
-            # and that one for this rank's statistics.
+            # Send after the backward pass. Sending early would free `.grad`, which other hooks read. If layers exchange
+            # statistics, ranks could deadlock: one rank waits for a bucket, and the other for statistics.
             return
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
@@ -203,8 +202,8 @@ class Buckets:
 
     def _take(self, i: int, parameter: Tensor) -> None:
         bucket = self._bucket_of[i]
-        # Skip a second gradient of a weight, and nested backward passes (reentrant checkpoints), because `.grad` is
-        # complete only at the end.
+        # Do not send a second gradient of a weight, or one from a nested backward pass (reentrant checkpoints), because
+        # `.grad` is complete only at the end.
         if i in self._taken or torch._C._current_graph_task_id() != self._task:
             self._was_late |= self._can_resend  # if gradients are freed, `_late_gradients` finds the late ones
             return
@@ -238,14 +237,14 @@ class Buckets:
 
         found = self._reduced(present, given, self._trainable)
         if found is None:  # on some rank, a gradient has changed after it was sent
-            # Repeat everything. If it was on this rank, this rank sends only after backward passes from now on.
+            # Send again. If the gradient changed on this rank, this rank sends only after backward passes from now on.
             self._overlaps = not self._was_late
             if self._can_resend:
                 found = self._reduced_at_the_end(given(), self._counts, self._trainable)
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._taken = {}
-        # Detach, because `Module.to` or the like changes the memory of `.grad`, and must not move the buckets' views.
+        # Detach, because functions such as `Module.to` move the memory of `.grad`, and must not move that of a bucket.
         found = [None if grad is None else grad.detach() for grad in found]
         self._returned = found if self._can_resend else [*map(_freed, self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._returned):
@@ -253,7 +252,7 @@ class Buckets:
         self._finished = found
 
     def _late_gradients(self, own: Gradients) -> list[Tensor | None]:
-        """Record whether gradients changed after sending. If sent gradients are freed, return those that came later."""
+        """Record whether gradients changed after sending. If sending frees gradients, return those added afterwards."""
         left: list[Tensor | None] = [None] * len(own)
         for i, (grad, version) in self._taken.items():
             if self._can_resend:
@@ -273,7 +272,7 @@ class Buckets:
     @torch.compiler.disable
     @torch.no_grad()
     def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
-        """Return the global gradients. Reduce `grads` now, unless the backward pass has already done so.
+        """Return the sum or mean of all ranks' gradients. Reduce `grads` now, unless the backward pass has done so.
 
         The next call overwrites the memory of the result. If `counts` is false, this rank has no rows and sends zeros.
         Otherwise it sends its gradients times `weight`.
@@ -305,20 +304,20 @@ class Buckets:
 
     @torch.no_grad()
     def join_uneven_inputs(self) -> None:
-        """Announce that this rank has ended training: send zeros. ValueError on all ranks if some continue."""
+        """Send zeros and a flag, because this rank has ended training. Raise ValueError if other ranks continue."""
         self._begin()
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
         self.release()
 
     def release(self) -> None:
-        """Free memory of the last reduction that the next one does not need."""
+        """Free memory of the last reduction that the next reduction does not need."""
         self.transfer, self._returned = None, []
         for bucket in self._buckets:
             bucket.release()
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The tensors sent in the last update and their collectives, until `release`."""
+        """The collectives of the last update with the tensors they sent, until `release`."""
         return [sent for bucket in self._buckets for sent in bucket.sent]
 
     def __iter__(self) -> Iterator[Any]:
@@ -326,13 +325,14 @@ class Buckets:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the backward pass has reduced the gradients. `.grad` is then global, and `reduce` only returns it."""
+        """Whether the backward pass has reduced the gradients, so `reduce` only needs to return them."""
         return self._finished is not None
 
     # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        # A rank without rows sends zeros: None, or a tensor for a codec, because it adds earlier coding errors.
+        # A rank without rows sends zeros, requested by None. A codec needs a tensor of zeros instead, because it adds
+        # the residual of its earlier compression.
         if not self._counts:
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
@@ -347,7 +347,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients, and repeat if any rank's changed meanwhile. With `adds`, add sums to earlier results."""
+        """Send all gradients. Repeat if a gradient changed on any rank. `adds` adds the sums to earlier results."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -405,7 +405,7 @@ class Buckets:
                 "different ranks. Do not skip an update on some ranks only. If the program catches an exception of an "
                 "update, it must do so on all ranks."
             )
-        # On a GPU, the other ranks do not read the flags, so they would not repeat the reduction.
+        # On a GPU, ranks without late gradients do not read the flags, so they would not send their gradients again.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
                 "On a GPU, sent gradients must not change on some ranks only. Received: a later gradient or change, "
@@ -421,12 +421,12 @@ class Buckets:
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
-        """Send the remaining buckets, and wait for all. Return the sums, or None if any rank needs a repetition."""
+        """Send the remaining buckets, and wait for all. Return the results, or None if ranks must send all again."""
         is_odd = self._num_taken % 2 == 1
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         more += [] if self._can_resend else [self._has_lost]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
-        # A blocking copy to an accelerator would wait for the backward pass.
+        # Do not block: a blocking copy to an accelerator would wait for the backward pass.
         self._flags.copy_(torch.from_numpy(channel.flags_on_host()), non_blocking=True)
         while self._num_sent < len(self._buckets):
             self._send()
@@ -450,8 +450,8 @@ class Buckets:
     # -- finite checks ---------------------------------------------------------------------------------------------
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
-        # A sum is not finite if an element is not, or if the sum overflows. Ranks can add in different orders, so their
-        # sums can differ. A check of elements has the same result on all ranks, so only that decides on a collective.
+        # First check one sum per bucket. It can overflow on some ranks only, because ranks can add in different orders.
+        # So check each element before starting a collective: this result is equal on all ranks.
         device = self._flags.device
         is_finite = torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()
         if not self._can_resend:
@@ -461,7 +461,7 @@ class Buckets:
         place = first_not_finite(found)
         if not place:
             return ALL_FINITE
-        # Skip gradients in the buckets' memory, because that already holds the sums of all ranks.
+        # To find the rank, check own gradients, except those in the buckets' memory, which now holds all ranks' sums.
         grads = (own() if callable(own) else own) if self._counts else []
         mine = first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
         return self._source(mine, place)
@@ -483,9 +483,9 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf`.
+        """Return `Step.found_inf`: 1, and the rank and position of the first non-finite gradient.
 
-        `mine` and `place` are positions of the first non-finite gradient, of this rank and of the sums: from 1, or 0.
+        `mine` is that position among this rank's gradients, and `place` among the sums, counted from 1. 0 means none.
         """
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine
@@ -503,12 +503,12 @@ class Buckets:
 
 
 def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Return a `.grad` for a weight after its gradient was freed: all NaN, in the memory of one number."""
+    """Return a stand-in for a freed `.grad`: NaN in the weight's shape, in the memory of one number. None for None."""
     return None if grad is None else parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 class _Listener:
-    """The hook that gives a weight's gradient to `Buckets`. A class, so `Buckets` recognizes it among other hooks."""
+    """The hook that passes a weight's gradient to `Buckets`. It is a class, to recognize it among other hooks."""
 
     def __init__(self, buckets: weakref.ref[Buckets], i: int) -> None:
         self._buckets, self._i = buckets, i
@@ -516,18 +516,18 @@ class _Listener:
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()
         if buckets is not None and buckets._is_running:
-            # During a backward pass, gradients are enabled only if that pass itself is differentiated.
+            # Gradients are enabled here only if the backward pass itself is differentiated. Otherwise skip `no_grad`.
             take = torch.no_grad()(buckets._take) if torch.is_grad_enabled() else buckets._take
             take(self._i, parameter)
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
-"""A function from a variable's position and its gradient, or None, to its accumulated gradient of all micro-batches."""
+"""Takes a variable's position and its gradient (or None) in the last micro-batch. Returns the mean over all of them."""
 
 
 def _remove_hooks(hooks_and_keys: list[tuple[dict[int, Any], int]]) -> None:
-    # `handle.remove()` could do nothing: a handle has only a weak reference to its hooks. The garbage collector can
-    # clear that while the parameters live on.
+    # Do not call `handle.remove()`: a handle has only a weak reference to its hooks, which the garbage collector can
+    # clear while the parameters still exist.
     for hooks, key in hooks_and_keys:
         hooks.pop(key, None)
     hooks_and_keys.clear()
@@ -537,16 +537,13 @@ _STEP = inspect.unwrap(keras.Model.train_step).__code__
 
 
 def can_bucket(variables: Sequence[Variable]) -> bool:
-    """Return whether gradients of these variables can be sent in persistent buckets."""
+    """Return whether `Buckets` supports the dtypes and devices of these variables."""
     return all(v.value.dtype in _DTYPES and v.value.device.type in ("cpu", "cuda") for v in variables)
 
 
 @torch.compiler.disable
 def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
-    """Return the buckets of these variables, or None if unsupported. All processes call it together.
-
-    The further arguments are those of `Buckets`.
-    """
+    """Return `Buckets(replicas, variables, *arguments)`, or None if unsupported. All processes call it together."""
     if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
         return None
     return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

@@ -78,7 +78,7 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
             f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, with gradients reduced by Keras. Train "
             "with the inner optimizer, without `CrossShard`, or use `data_parallel()` instead."
         )
-    # Do not import these modules: they are slow, and until the program imports them, nothing is sharded.
+    # Do not import these modules, because that is slow. Without an import by the program, no weight is sharded.
     kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
     module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
     divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]
@@ -92,13 +92,13 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
 
 
 _CHUNK = 2**16
-"""The number of 32-bit words summed at a time, so they stay in the CPU's cache."""
+"""The number of 32-bit words that are hashed at a time, so they stay in the CPU's cache."""
 
 _CHUNKS_ON_DEVICE = 64
-"""The number of chunks that an accelerator sums at a time."""
+"""The number of chunks of `_CHUNK` words that an accelerator hashes at a time."""
 
 _JOINED_BYTES = 2**20
-"""Smaller tensors are concatenated up to this size before hashing, because hashing each one takes longer."""
+"""The size up to which small tensors are concatenated before hashing, because hashing each tensor takes longer."""
 
 
 @torch.no_grad()
@@ -113,11 +113,11 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> int:
 
 def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
     """Return a hash of each tensor of this rank, as in `Placement.fingerprints`."""
-    # The sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so changing w_i by 2**k
-    # always changes the sum. Factors have 64 bits although words have 32: swapping two words adds (c_i - c_j) * (w_j -
-    # w_i). With 32-bit factors, that is 0 for any two floats of opposite sign.
+    # A hash is the sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so changing w_i by
+    # 2**k always changes the sum. Factors have 64 bits, because swapping two words adds (c_i - c_j) * (w_j - w_i) to
+    # the sum. Modulo 2**32, that would be 0 for any two floats that differ only in sign.
     found = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
-    # Read them together, because each read waits for the device.
+    # Read all sums of a device at once, because each read waits for the device.
     devices = {total.device for total in found if isinstance(total, torch.Tensor)}
     by_device = {
         device: iter(torch.stack([t for t in found if isinstance(t, torch.Tensor) and t.device == device]).tolist())
@@ -128,8 +128,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def _on_host(tensor: Tensor) -> int:
-    # Products of 64-bit integers handle two words at a time and need no temporary arrays. One pass starts at the first
-    # word, one at the second. The words (2i, 2i + 1) thus have the factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
+    # Products of 64-bit integers handle two words at a time, without temporary arrays. One pass starts at the first
+    # word, the other at the second. So the words (2i, 2i + 1) have factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
     first, second, over_chunks = _factors()
     data = _bytes(tensor).numpy()
     total = 0
@@ -157,7 +157,7 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _factors() -> list[np.ndarray]:
-    """Return odd factors of the first and second word of each pair in a chunk, and of chunks."""
+    """Return the random odd factors of the hash: for first words of the pairs in a chunk, second words, and chunks."""
     random = np.random.default_rng(1)
     return [
         (random.integers(0, 2**64, size, dtype="uint64") | np.uint64(1)).view("int64")

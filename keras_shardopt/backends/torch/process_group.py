@@ -1,13 +1,13 @@
 """Process groups of `torch.distributed` with timeouts, and errors that name the missing rank.
 
-If a rank dies or stalls, a collective fails on some other ranks, at once or after the timeout, with an error that names
-a socket. The first rank to fail closes its connections, so collectives fail on all ranks. Each rank then writes a sign
-of life to the store, the key-value store through which ranks connect, and reads the signs of the other ranks.
+If a rank dies or stalls, PyTorch's collectives fail on some other ranks, with an error that names only a socket. The
+first rank with an error closes its connections, so collectives fail on all ranks. Each rank then writes a sign of life
+to the key-value store of the job, and reads the signs of the other ranks to find the missing rank.
 
-If ranks made different calls, they would send tensors of different sizes, and "gloo" would abort the process. Before a
-call of all ranks, each rank therefore announces it in a fixed-size message in a separate group (`announce`). An
-announcement can cover several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the
-store. Waiting ranks poll the store (`wait_for`).
+If ranks made different calls, such as `fit` and `save`, they would send tensors of different sizes, and "gloo" would
+abort the process. So each rank first sends a fixed-size announcement of its call (`announce`). An announcement can
+cover several steps. A rank that makes another call, or leaves `fit` with an error, writes a note to the store. Waiting
+ranks read the store from time to time (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
 default group, whoever opened it. (test_private_names.py checks that it exists.)
@@ -44,20 +44,20 @@ from keras_shardopt.backends.processes import (
 )
 
 ANSWER_SECONDS = 1.0
-"""The minimum time for reading signs of life after a failed collective."""
+"""The minimum time that a rank waits for signs of life of other ranks after a failed collective."""
 
 GRACE_SECONDS = 2.0
-"""The additional time if a collective fails before its timeout, because other ranks may be busy."""
+"""The additional waiting time if a collective fails before its timeout, because other ranks may be busy."""
 
 POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""The time for which a waiting rank ignores a note: perhaps the note's rank has only ended the same step earlier."""
+"""The time for which a waiting rank ignores a note of another rank, which may only have ended the same step earlier."""
 
 
 class _Group:
-    """A default process group that `open_group` has opened, with the counters of its announcements."""
+    """A default process group that `open_group` has opened, with the number of announcements so far, and more."""
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
         self.store = store
@@ -72,16 +72,15 @@ class _Group:
         self.store_thread: threading.Thread | None = None
 
 
-# The open group, the store for all groups of this program, and the number of groups so far.
+# The open group, the key-value store for all groups of this program, and the number of groups opened so far.
 _open: _Group | None = None
 _store: dist.Store | None = None
 _num_groups = 0
 
-# The group for announcements. None means the default group. It must end with the default group, so nothing else may
-# hold it.
+# The group for announcements. None means the default group. Keep no other reference, or the group could not end.
 _announcements: Any = None
 
-# The group for layers' statistics. A weak reference, because it must end with the default group.
+# The group for layers' statistics. Keep a weak reference, because the group must end together with the default group.
 _statistics: weakref.ref[Any] | None = None
 
 
@@ -120,11 +119,11 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:
-        # Use one store for all groups. If rank 0 hosted one for each, other ranks could connect to an earlier one.
+        # Use one store for all groups. If rank 0 hosted a store per group, ranks could connect to an earlier store.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
-        # Each group has a prefix, or its ranks would read the addresses of the previous group. It includes the attempt,
-        # because torchrun's store outlives ranks that it restarts.
+        # Use keys with a prefix per group, or ranks would read addresses of the previous group. The prefix includes the
+        # number of restarts, because torchrun's store outlives ranks that torchrun restarts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
@@ -142,8 +141,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    It is separate from the group of gradients, so ranks can send statistics and gradients in different orders. Only if
-    buckets of gradients wait for each other (`SlicedBucket`), all ranks must use the same order.
+    Gradients use another group, so ranks can send statistics and gradients in different orders. They must not do that
+    with a `SlicedBucket`, which waits for other buckets.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -170,13 +169,13 @@ def close_group(has_failed: bool = False) -> None:
     if is_open:
         dist.destroy_process_group()
     if held:
-        # Release the groups in a thread, because a group waits for its collectives before it ends. They fail once other
-        # ranks close their connections, but too late if a process forked from a rank keeps these open.
+        # Release the groups in a thread, because a group waits for its collectives. These fail once other ranks close
+        # their connections, but a process forked from such a rank can keep its connections open.
         releasing = threading.Thread(target=held.clear, daemon=True)
         releasing.start()
         releasing.join(POLL_SECONDS)
     if group is not None and group.has_left_message and group.rank == 0 and _rank_0_hosts_store():
-        # Keep the store for a while, because other ranks' collectives fail now, and they read this rank's message.
+        # Keep the store open for a while, because other ranks fail now and read this rank's message in the store.
         _collect_signs(group, ANSWER_SECONDS, "has left", [])
 
 
@@ -186,10 +185,10 @@ def job_store() -> Any:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Wait for all ranks, within the group's time limit. If a rank is missing, ranks that fail later report it too.
+    """Wait until all ranks have made this call, within the group's time limit. Other ranks also report a missing rank.
 
     Raises:
-        RuntimeError: as `Processes.barrier`, or if the store is gone.
+        RuntimeError: if a rank does not arrive in time, or the rank that hosts the store has ended.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
@@ -208,7 +207,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
 
 
 def _leave_message(words: str | None) -> None:
-    """Set the message that ranks with later failures report. None deletes it, once all ranks have arrived."""
+    """Store a message that other ranks add to their errors. None deletes the message, once all ranks have arrived."""
     if _open is not None and (words is not None or _open.has_left_message):
         with contextlib.suppress(RuntimeError):
             _open.store.delete_key(_MESSAGE) if words is None else _open.store.set(_MESSAGE, words)
@@ -219,7 +218,7 @@ _MESSAGE = "keras_shardopt/word"
 
 
 def report_failure(number: str, words: str) -> None:
-    """Write an error message to the store, with an id, for ranks of other groups."""
+    """Write an error message with an id to the store, so ranks of other groups can raise the error too."""
     with contextlib.suppress(RuntimeError):
         store = job_store()
         store.set(_FAILURE, f"{number} {words}")
@@ -246,11 +245,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def announce(call: str, *numbers: int) -> list[list[int]]:
     """Announce to all ranks the call that they are about to make together. Return each rank's two `numbers`.
 
-    `call` describes the call and completes "rank 0 ...", such as "saves a model". It is equal on all ranks. Missing
-    numbers are 0.
+    `call` describes the call and completes "rank 0 ...", such as "saves a model". Omitted `numbers` are 0.
 
     Raises:
-        ValueError: on every rank, if ranks announce different calls.
+        ValueError: on every rank, if the `call` of some ranks differs.
     """
     return announce_async(call, *numbers)()
 
@@ -268,7 +266,7 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
             if _open is not None:
                 _open.announced_at_error = _open.num_announced
             if any(zlib.crc32(each.encode()) in kinds for each in (_STEP, UPDATE, EXCHANGE)):
-                # Close the group, or a pending collective would match a different one that another rank starts next.
+                # Close the group, or a rank's pending collective would match another rank's next collective.
                 close_group(has_failed=True)
             raise
         return [numbers for _, *numbers in rows]
@@ -279,22 +277,22 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 _STEP = "makes a step of a prepared model"
 UPDATE = "reduces the gradients of an update"
 EXCHANGE = "exchanges tensors"
-"""The words in errors for a collective of all ranks that is not announced, after "rank 0"."""
+"""Describes, in errors after "rank 0", a collective of all ranks without an announcement."""
 
 
 def can_promise_steps() -> bool:
-    """Return whether ranks can announce several steps at once: only if waiting ranks can read notes."""
+    """Return whether ranks can announce several steps at once. With NCCL, waiting ranks cannot read notes of errors."""
     return _open is not None and _open.is_gloo
 
 
 def add_promised_steps(num_steps: int) -> None:
-    """Add to the number of steps that this rank has announced and not completed. Negative for completed steps."""
+    """Add `num_steps` to the number of steps that this rank has announced and not completed. It may be negative."""
     if _open is not None:
         _open.num_due += num_steps
 
 
 def note_error(words: str) -> None:
-    """Write a note for waiting ranks that an error has taken this rank out of a joint call."""
+    """Write a note for waiting ranks that this rank has left a joint call, such as `fit`, with an error."""
     if _open is not None:
         _open.announced_at_error = _open.num_announced
         _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
@@ -303,12 +301,12 @@ def note_error(words: str) -> None:
 def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
     """Wait for a collective that other ranks might never start, although they have announced it.
 
-    If the collective is an announcement, `announcement` is its number. Otherwise it is 0. `call` names a collective of
-    all ranks that none has announced, as in an update of a custom training loop.
+    `announcement` is the number of an announcement, and 0 for other collectives. `call` names a collective of all ranks
+    that has no announcement, as in an update of a custom training loop.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
-        ValueError: on every rank, if ranks make different calls. The group is then closed.
+        ValueError: on every rank, if ranks make different calls. The group is then already closed.
     """
     away_since = None
     while can_promise_steps() if not announcement else _open is not None:
@@ -344,22 +342,22 @@ def _write_note(group: _Group, key: str, num_announced: int, words: str = "") ->
 
 
 def _read_note(group: _Group, key: str) -> tuple[int, str]:
-    """Return the number of announcements before a note, -1 without a note, and its text."""
+    """Return a note's number of announcements and its text. The number is -1 if the store has no note for this key."""
     number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
     return int(number), words
 
 
 def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str | None:
-    """Return the error that took another rank out of `fit`, "" if another rank has announced a later call, or None."""
+    """Return the error with which another rank left `fit`, or "" if it only announced a later call. None if neither."""
     found: list[str] = []
 
     def read_notes() -> None:
-        # Read `_AWAY` only in a step of all ranks: if only some ranks train, the others can announce other calls.
+        # Read `_AWAY` only in a step of all ranks. If only some ranks train, idle ranks may announce other calls.
         is_joint = not announcement and (is_of_all or group.num_due)
         if is_joint and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
-        # Ignore errors that this rank also had, or that all ranks have recovered from.
+        # Ignore errors that this rank also had, and errors before a later announcement of all ranks.
         if number > max(group.announced_at_error, group.num_announced - (2 if announcement else 1)):
             found.append(words)
 
@@ -368,7 +366,7 @@ def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str |
 
 
 def _use_store(group: _Group, function: Callable[[], None]) -> None:
-    """Run a function that may have to wait for the store, unless the previous function still waits."""
+    """Run a function that may wait for the store. Skip it while the previous function still waits."""
     if group.store_thread is not None and group.store_thread.is_alive():
         return
 
@@ -376,7 +374,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):
             function()
 
-    # Use a thread, because the function may never return, as in `_answers`.
+    # Use a thread, because the function never returns if the rank that hosts the store has stopped.
     group.store_thread = threading.Thread(target=run, daemon=True)
     group.store_thread.start()
     group.store_thread.join(POLL_SECONDS)
@@ -384,7 +382,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
 
 def gather_objects(value: Any, call: str) -> list[Any]:
     """Return the picklable values of all ranks, in order. `call` is as in `announce`."""
-    # Not `dist.all_gather_object`, because `announce` gathers the lengths already.
+    # Avoid `dist.all_gather_object`, which would gather the lengths again after `announce`.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in announce(call, len(mine))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -398,7 +396,7 @@ def gather_objects(value: Any, call: str) -> list[Any]:
 
 
 def _announcement_device() -> str:
-    # If the user's program opened the default group, announcements use it, and NCCL needs tensors on the GPU.
+    # Announcements use the default group if the user's program has opened it. NCCL then needs tensors on the GPU.
     return "cuda" if _announcements is None and dist.get_backend() == "nccl" else "cpu"
 
 
@@ -423,15 +421,15 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
 
 
 class naming_missing_ranks:
-    """Must wrap exactly one collective, because it blames another rank for any failure inside.
+    """Context manager that adds the missing ranks to the error of a failed collective. Wrap exactly one collective.
 
-    `under_way` is the caller's list of pending collectives, cleared on failure, and `call` their purpose.
+    `under_way` is the caller's list of pending collectives, cleared on failure. `call` describes their purpose.
 
     Raises:
         RuntimeError: if the collective fails. Names the missing ranks if possible.
     """
 
-    # A class, because `contextlib.contextmanager` makes twice the calls, and some steps enter this ten times.
+    # A class is faster than `contextlib.contextmanager`, and some steps enter it ten times.
     def __init__(self, under_way: list[Any] | None = None, call: str = EXCHANGE) -> None:
         self._under_way, self._call = under_way, call
         self._start = time.monotonic()
@@ -443,7 +441,7 @@ class naming_missing_ranks:
         phases.change(None)
         if not isinstance(error, RuntimeError):
             return
-        # Drop the references to collectives in the caller's list and in failed frames: they keep connections open.
+        # Drop references to collectives in the caller's list and in failed frames, because they keep connections open.
         if self._under_way is not None:
             self._under_way.clear()
         traceback.clear_frames(trace)
@@ -474,12 +472,12 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call if all answer in time, and a cause to report. Append a message of `meet` to `words`."""
+    """Return each rank's call if all ranks answer in time, and the cause of the error. `words` gets other messages."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        # Close connections too, because ranks further along a ring wait for this one, and would answer too late.
+        # Close the connections, so that collectives also fail on ranks that wait for this rank. They answer only then.
         close_group(has_failed=True)
     found: list[dict[int, str]] = []
-    # This thread may never end: a stopped rank that hosts the store does not answer.
+    # Read the store in a thread, because a read never returns if the rank that hosts the store has stopped.
     collecting = threading.Thread(target=_collect_signs, args=(group, seconds, call, found, words), daemon=True)
     collecting.start()
     collecting.join(seconds + 0.5)
@@ -496,7 +494,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write this rank's sign of life, and append all signs in the store to `found`, until complete or out of time."""
+    """Write this rank's sign of life. Append all signs in the store to `found` until all are there or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):

@@ -151,7 +151,7 @@ def _device() -> str:
 
 
 def _agree_on_seed() -> None:
-    """Make models built from now on equal: unless seeds agree, all ranks take rank 0's Keras seed."""
+    """Make initial weights equal on all ranks from now on: if seeds differ, all ranks take rank 0's Keras seed."""
     seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]

@@ -44,8 +44,8 @@ _BETWEEN_RANKS = 0x9E3779B1
 
 _draw_seed_in_keras = torch_random.draw_seed
 
-# The ranks that draw different numbers, the seed of PyTorch's generator on this rank, and whether this thread is in a
-# training step.
+# The ranks that draw different random numbers, the seed that PyTorch's generator got on this rank, and whether this
+# thread is in a training step.
 _ranks: Any = None
 _seeded_with: int | None = None
 _is_in_step: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_step", default=False)
@@ -55,32 +55,32 @@ _part: contextvars.ContextVar[int | None] = contextvars.ContextVar("part", defau
 
 
 def seed_per_rank(ranks: Any, models: Sequence[Any]) -> None:
-    """Draw different numbers on each of `ranks` in training steps of `models`. Idempotent."""
+    """Make each of `ranks` draw different random numbers in training steps of `models`. Idempotent."""
     global _ranks
     _ranks = ranks
     install("randomness")
     for model in models:
         mix_in(model, _DrawsPerRank)
-    # Rank 0 continues its sequence. Other ranks are seeded once, here or before a restart.
+    # Rank 0 keeps its generator. Seed that of other ranks once, unless a restored backup has done so.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)
         note_seed()
 
 
 def note_seed() -> None:
-    """Record that PyTorch's generator is seeded for this rank, by `seed_per_rank` or from a backup."""
+    """Record that PyTorch's generator has a seed for this rank, so `seed_per_rank` does not seed it again."""
     global _seeded_with
     _seeded_with = torch.initial_seed()
 
 
 def rng_state() -> Any:
-    """Return the states of PyTorch's generators for JSON."""
+    """Return the states of PyTorch's generators, as lists of ints for JSON."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return [state.tolist() for state in [torch.get_rng_state(), *devices]]
 
 
 def set_rng_state(state: Any, is_own: bool = True) -> None:
-    """Restore the result of `rng_state` from this rank (`is_own`) or from rank 0."""
+    """Restore PyTorch's generators to a `rng_state` of this rank (`is_own`) or of rank 0."""
     global _seeded_with
     on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
     torch.set_rng_state(on_cpu)
@@ -93,7 +93,7 @@ def set_rng_state(state: Any, is_own: bool = True) -> None:
 
 @contextlib.contextmanager
 def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
-    """Draw different numbers for each part of a batch, instead of for each rank.
+    """Make random numbers in the block depend on the part of a batch instead of the rank.
 
     Yield a function to call before each part, with the number of the part, and ints that identify the batch.
     """
@@ -118,14 +118,14 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
 
 
 def global_seed_state() -> Any:
-    """Return the state of the generator for calls without a seed."""
+    """Return the state of Keras' generator for calls without a seed."""
     return global_seed_generator().state
 
 
 def in_step(function: FunctionT) -> FunctionT:
-    """Wrap a function as a training step."""
+    """Mark a function as a training step, in which ranks draw different random numbers."""
 
-    # The wrapper is not compiled, but its callees are.
+    # torch.compile must skip this wrapper, but not the functions that it calls.
     @functools.wraps(function)
     @torch.compiler.disable(recursive=False)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def in_step(function: FunctionT) -> FunctionT:
 
 
 class _DrawsPerRank(keras.Model):
-    """A model that draws different numbers on each rank in `train_step`."""
+    """A mixin for models: `train_step` draws different random numbers on each rank."""
 
     @torch.compiler.disable(recursive=False)
     def train_step(self, data: Any) -> Any:

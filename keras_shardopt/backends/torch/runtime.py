@@ -55,7 +55,7 @@ class TorchRuntime(Runtime):
                 parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
-            # `torch.autograd.grad` would bypass a DDP that contains the parameters: it reduces in `backward`.
+            # Avoid `torch.autograd.grad`: a DDP that contains the parameters reduces gradients only in `backward`.
             if value.requires_grad:
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()

@@ -1,8 +1,8 @@
-"""Buckets, gradients that are sent together, for sharded state: each rank receives its slices of the sums.
+"""Buckets (gradients that ranks send together) for sharded optimizer state: each rank receives its slices of the sums.
 
-A bucket has one chunk per rank, with the slices of that rank. Gradients are copied into memory shared by the buckets,
-and freed. Besides its slices, a rank holds two buckets, one being filled and one being sent, and the data received for
-the latter.
+A bucket consists of a chunk for each rank, with that rank's slices. Gradients are copied into memory that buckets
+share, and freed. Besides its slices, a rank holds only the bucket that is filled, the bucket that is sent, and the data
+received for the latter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 Pieces = Sequence[Sequence[tuple[int, int, int]]]
-"""For each rank, its parts of gradients: the position of the variable, and start and end in its flat gradient."""
+"""For each rank, its parts of gradients: (position of the variable, start and end in the flattened gradient)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Slices:
 class SlicedBucket:
     """Gradients that are reduced together, with the interface of `FlatBucket`.
 
-    `number` is the index of this bucket, and `like` a tensor with the dtype and device of its variables, at `places`.
-    `pieces` are those of all ranks, `shapes` the shapes of this rank's slices by place. With `checks_finite`, the
-    bucket records which gradients are not finite, before they are freed.
+    `number` is the index of this bucket, `places` has the positions of its variables, and `like` a tensor with their
+    dtype and device. `pieces` has the parts for each rank, and `shapes` the shape of this rank's slice of each
+    variable. With `checks_finite`, the bucket records which gradients are not finite, before they are freed.
     """
 
     can_resend = False
@@ -72,11 +72,11 @@ class SlicedBucket:
         self.wide = self._own[:chunk]
         if sent != like.dtype:
             self.wide = torch.zeros(chunk, dtype=like.dtype, device=like.device)
-        # For a mean, divide the sums, because they have fewer elements than the gradients. Divide the gradients if they
-        # are sent in half precision, because sums could overflow.
+        # For a mean, divide the sums, because this rank's slices have fewer elements than the gradients. In half
+        # precision, divide the gradients before sending, because sums could overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
         self.num_missing = 0
-        # For each gradient, its parts: (offset in the memory that is sent, start and end in the flat gradient).
+        # For each gradient, its parts: (offset in the memory that is sent, start and end in the flattened gradient).
         self._targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
         self._unused: list[tuple[int, int]] = []
         own: dict[int, Tensor] = {}
@@ -110,7 +110,7 @@ class SlicedBucket:
         return list(self._pool.held.values())
 
     def open(self) -> None:
-        """Take the shared memory from which this bucket is sent, and copy waiting gradients into it."""
+        """Take a block of the shared memory. Copy the gradients into it that arrived while other buckets held it."""
         size = self._num_ranks * self._own.numel()
         self._flat = self._pool.take(("sent", self._number % 2), size, self._own)
         self._filled = set()
@@ -119,7 +119,7 @@ class SlicedBucket:
             self._copy(i, grad)
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Copy a gradient times `weight`, or zeros for None, into the shared memory. Before `open`, only keep it."""
+        """Copy a gradient times `weight`, or zeros for None, into the shared memory. Before `open`, only store it."""
         self._extremes.pop(i, None)
         if grad is None:
             self._filled.discard(i)
@@ -145,7 +145,7 @@ class SlicedBucket:
                 torch.div(grad[first:last], self._divisor, out=target)
 
     def encode(self) -> None:
-        """Nothing to do: gradients are sent as they are."""
+        """Nothing to do, because this class has no codec."""
 
     def send(self) -> Any:
         flat = self._flat
@@ -161,7 +161,7 @@ class SlicedBucket:
             flat.view(self._num_ranks, -1)[:, self.wide.numel() :] = self.flags
         if dist.get_backend() != "gloo":
             return communicator._reduce_scatter(self._own, flat, dist.ReduceOp.SUM, async_op=True)
-        # Not a reduce-scatter, because gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
+        # Avoid a reduce-scatter: gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
         return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
@@ -183,10 +183,10 @@ class SlicedBucket:
             self.wide.add_(before)
 
     def finish(self) -> None:
-        """Nothing to do: `receive` fills the results."""
+        """Nothing to do, because `receive` fills the results."""
 
     def release(self) -> None:
-        """Nothing to do: the next reduction uses the memory again."""
+        """Nothing to do, because the next reduction uses the memory again."""
 
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)
@@ -205,7 +205,7 @@ def _sum_rows(rows: Tensor, total: Tensor) -> None:
 
 
 class MemoryPool:
-    """The memory of buckets that are filled or sent."""
+    """The memory that sliced buckets share, for the buckets being filled, sent and received."""
 
     def __init__(self) -> None:
         self.held: dict[Any, Tensor] = {}
@@ -229,7 +229,7 @@ def sliced_buckets(
 ) -> list[SlicedBucket]:
     """Return the buckets of these tensors. The last bucket also sends the flags."""
     pool = MemoryPool()
-    # Sort buckets in the order in which a backward pass fills them, because they are sent in this order.
+    # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
     made = []
     for number, (places, pieces) in enumerate(buckets):

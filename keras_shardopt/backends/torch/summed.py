@@ -20,21 +20,21 @@ class _Summed(torch.autograd.Function):
         total = mine.contiguous().clone()
         statistics_group()
         with naming_missing_ranks(call="exchanges the statistics of a batch"):
-            # Avoid local names for the group, because this frame would keep its connections open after a failure.
+            # Do not assign the group to a local name: after an error, this frame would keep its connections open.
             wait_for(dist.all_reduce(total, group=statistics_group(), async_op=True))
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        # A product with zero would keep NaN gradients of rows that do not count.
+        # Replace gradients of rows that do not count. A product with zero would keep NaN.
         return _Summed.apply(grad if ctx.counts else torch.zeros_like(grad), True), None
 
 
 def summed(mine: Tensor, counts: bool) -> Tensor:
     """Return the sum of the ranks' equal-shaped tensors. All ranks call it and run its backward pass together.
 
-    `counts` is false if this rank's loss does not count. Its gradient is then zero.
+    `counts` is false if this rank's rows, and so its loss, do not count. Their gradient is then replaced by zeros.
     """
     total: Tensor = _Summed.apply(mine, counts)
     return total

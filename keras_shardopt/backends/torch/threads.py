@@ -1,4 +1,4 @@
-"""One-threaded arithmetic on a CPU, as `torchrun` sets it for ranks. Kernels round differently with more threads."""
+"""Runs PyTorch with one CPU thread, as `torchrun` does. With more threads, kernels round differently."""
 
 from __future__ import annotations
 

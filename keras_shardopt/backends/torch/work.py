@@ -1,4 +1,4 @@
-"""The work of a computation, counted on PyTorch's meta device: its tensors have shapes, but no memory.
+"""Counts the work of a computation (FLOPs and bytes) on PyTorch's meta device, on which tensors have no memory.
 
 Private names of PyTorch touched here (tests/unit/sharding/test_costs.py checks that each exists):
     `torch.utils._python_dispatch.TorchDispatchMode` - intercepts every operation of a thread.
@@ -25,7 +25,7 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def count(function: Callable[[], Any]) -> tuple[float, int]:
-    """Return the work of a call, with bytes as `_FLOPS_PER_BYTE` FLOPs each, and its number of tensor operations."""
+    """Return a call's work in FLOPs (a byte read or written is `_FLOPS_PER_BYTE`), and its number of operations."""
     with _Counter() as counter:
         function()
     return counter.work, counter.operations
