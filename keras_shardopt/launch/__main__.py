@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complete(given: argparse.Namespace) -> None:
-    """Fills in `--nnodes` and related arguments if a cluster's command, such as `srun`, started the launcher."""
+    """Sets `--nnodes` and related arguments if a cluster's command, such as `srun`, started the launcher."""
     task = jobs.started_by() if given.nnodes is None else None
     if task is None:
         given.nnodes = given.nnodes or 1
@@ -64,7 +64,7 @@ def _complete(given: argparse.Namespace) -> None:
 
 
 def _job(given: argparse.Namespace) -> tuple[int, Job]:
-    """Returns the least number of processes that a restart can use, and the job of the first start."""
+    """Returns the minimum of `--nproc`, which limits restarts with fewer processes, and the job of the first start."""
     least, _, most = given.nproc.rpartition(":")
     if not all(number.isdecimal() for number in (least or most, most)) or int(least or most) > int(most):
         raise JobError(f"`--nproc` must be a number, or a minimum and a maximum as in 2:3. Received: {given.nproc!r}.")

@@ -39,7 +39,7 @@ def _write(file: pathlib.Path, content: bytes) -> None:
 
 
 def _end_with_caller(pipe: int) -> None:
-    """Ends this process when the pipe closes. The process that called `launch_processes` holds the other end."""
+    """Ends this process when the pipe closes: the program that called `launch_processes` has then ended."""
     while os.read(pipe, 1):
         pass
     os._exit(1)

@@ -90,7 +90,7 @@ def launch_processes(
 
 
 class _RemoteTraceback(Exception):
-    """Prints the traceback of another process."""
+    """The cause of an error from another process: shows the traceback there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -101,7 +101,7 @@ class _RemoteTraceback(Exception):
 
 
 def _run(folder: pathlib.Path, num_processes: int) -> int:
-    """Runs the call in `folder`, and prints the output of its processes. Returns the exit status of the launcher."""
+    """Runs the launcher for the call in `folder`, and prints all output. Returns the launcher's exit status."""
     launcher = [sys.executable, "-m", "keras_shardopt.launch", "--nproc", str(num_processes)]
     process = subprocess.Popen(
         [*launcher, "-m", "keras_shardopt.launch.call", str(folder)],

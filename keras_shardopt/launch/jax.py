@@ -12,7 +12,7 @@ from keras_shardopt.launch.supervisor import supervise
 def start(job: Job) -> int:
     """Runs this machine's processes of the job. Returns the exit status."""
     found = environments(job)
-    # JAX aborts a process without a clear message if another process is missing, so let the supervisor explain it.
+    # If a process is missing, JAX aborts the other processes without a clear message, so print an explanation.
     coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
     advice = f" JAX aborts if process 0 ({coordinator}) does not answer or another is missing." if coordinator else ""
     return supervise(job, found, advice)

@@ -75,7 +75,7 @@ class Job:
 
 
 def free_ports(number: int) -> list[int]:
-    """Returns free ports outside the range that the system uses for other connections."""
+    """Returns `number` free ports between 20000 and 32000, below the range of ports that systems assign themselves."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
         with socket.socket() as probe:
@@ -90,7 +90,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def visible_gpus(job: Job) -> list[str | None]:
-    """Returns CUDA_VISIBLE_DEVICES for each process of this machine. None: leave the variable unchanged."""
+    """Returns CUDA_VISIBLE_DEVICES for each process of this machine, or None to leave the variable unchanged."""
     all_gpus = jobs.visible_gpus()
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc

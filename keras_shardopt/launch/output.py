@@ -37,11 +37,11 @@ class Output:
             self._readers.append(reader)
 
     def say(self, words: str) -> None:
-        """Prints a line from the launcher, not from a process."""
+        """Prints a line of the launcher itself."""
         self._write([f"keras_shardopt.launch: {words}"], sys.stderr)
 
     def join(self) -> None:
-        """Waits for the remaining output, but only briefly: orphans of an ended process can keep its stream open."""
+        """Waits up to a second per stream for the remaining output. A process's children can keep a stream open."""
         for reader in self._readers:
             reader.join(1.0)
 
@@ -95,13 +95,13 @@ class _Tracebacks:
         self._before = ""
 
     def error_of(self, line: str) -> str | None:
-        """Returns the line if it ends a traceback; otherwise None."""
+        """Returns the line if it ends the traceback of an uncaught error. Otherwise returns None."""
         line = _RANK.sub("", line.rstrip("\r"))
-        # The unindented line that names the exception ends a traceback. Lines of markers (`^^^^`) are not indented
-        # either in some versions of Python, so also require a letter at the start.
+        # A traceback ends with an unindented line that names the exception. Some versions of Python do not indent the
+        # markers (`^^^^`) under code either, so also require a letter at the start.
         found = self._is_inside and line[:1].isidentifier()
         if line == "Traceback (most recent call last):":
-            # Tracebacks of threads and of `__del__` do not end the process.
+            # Ignore tracebacks of threads and of `__del__`, because these errors do not end the process.
             self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))
             found = False
         elif found:

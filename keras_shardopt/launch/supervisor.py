@@ -24,7 +24,7 @@ _SECONDS_TO_END = 15.0
 
 
 class Stopped(Exception):
-    """The launcher received the signal `number`, and ended the job."""
+    """Raised after the launcher has received the signal `number` and ended the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -50,7 +50,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in zip(job.ranks, environments):
-                # Use a separate session, so Ctrl-C in a terminal reaches only the launcher, which forwards it once.
+                # Use a separate session, so Ctrl-C in a terminal reaches only the launcher, which forwards the signal.
                 process = subprocess.Popen(
                     job.command,
                     env={**os.environ, **environment},
@@ -81,13 +81,13 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
 def _wait(
     job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output
 ) -> int | None:
-    """Waits until all processes end, and ends them if one fails. Returns the index of the failed one, or None."""
+    """Waits until all processes end, and ends them if a process fails. Returns the failed process's index, or None."""
     failed: int | None = None
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
     while True:
         statuses = [process.poll() for process in processes]
         if failed is None and not received:
-            # If several failed since the last poll, the first is the one with the earliest traceback.
+            # If several processes failed since the last poll, choose the process with the earliest traceback.
             ended = [i for i, status in enumerate(statuses) if status]
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
@@ -109,7 +109,7 @@ _NEVER = (float("inf"), "")
 
 
 def _ending(returncode: int, raised: tuple[float, str] | None) -> tuple[str, int]:
-    """Returns a description of how a process ended, and the exit status."""
+    """Returns words for messages about how a process ended, such as "was ended by SIGTERM", and its exit status."""
     if returncode < 0:
         name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
         return f"was ended by {name}", 128 - returncode
@@ -123,7 +123,7 @@ _MOST_LETTERS = 300
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """Yields a list that collects signals that would end this program. Already ignored signals (nohup) stay ignored."""
+    """Yields a list that collects the numbers of received signals in `ENDING`. Signals ignored before stay ignored."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:

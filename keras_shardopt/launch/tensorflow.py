@@ -8,7 +8,7 @@ from keras_shardopt.launch.job import Job, JobError, free_ports, visible_gpus
 from keras_shardopt.launch.supervisor import supervise
 
 DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
-"""The environment variable for the number of CPU devices of a process. TensorFlow itself has none."""
+"""The environment variable for the number of CPU devices of a process. TensorFlow has no variable for that."""
 
 
 def start(job: Job) -> int:

@@ -21,7 +21,7 @@ def start(job: Job) -> int:
     if job.node_rank > 0:
         return supervise(job, environments(job, host, int(port)))
     try:
-        # The launcher serves the store instead of rank 0, so the store also works if rank 0 fails.
+        # Serve the store in the launcher instead of rank 0, so other ranks can still use the store if rank 0 fails.
         store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         raise JobError(
