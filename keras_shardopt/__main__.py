@@ -15,7 +15,7 @@ _PACKAGES = ("keras", "numpy", "tensorflow", "tensorflow-cpu", "jax", "jaxlib", 
 
 
 def report() -> str:
-    """Returns a description of this machine for bug reports, one line per fact."""
+    """Returns versions, devices and replicas for bug reports, one item per line."""
     versions = {}
     for name in _PACKAGES:
         try:

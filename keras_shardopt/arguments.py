@@ -1,7 +1,7 @@
 """Checks of constructor arguments: numbers in a range, flags, choices, lists.
 
-Each function returns the argument as a JSON-serializable Python value, for configs. An invalid value raises an error
-with the rule, the value, and the fix.
+Each function returns the argument as a JSON-serializable Python value, for `get_config`. If it is invalid, the function
+raises an error that contains a rule, the value, and advice (`fix`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def number(name: str, value: Any, at_least: float | None = None, above: float | 
         rule += f", at least {at_least:g}"
     if above is not None:
         rule += f", greater than {above:g}"
-    # NaN is out of any range, because every comparison with it is False.
+    # NaN is out of any range, because every comparison with NaN is False.
     in_range = (at_least is None or value >= at_least) and (above is None or value > above)
     if not (is_finite(value) and in_range):
         raise ValueError(_message(rule, name, value, fix))
@@ -40,7 +40,7 @@ def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
 
 
 def duration(name: str, value: Any) -> Number:
-    """Returns a number of updates >= 1. It can be a fraction; a whole number becomes an int."""
+    """Returns a number of updates, at least 1. A whole number is returned as an int, other numbers as a float."""
     length = number(name, value, at_least=1, fix="Give the number of updates that the decay takes.")
     return int(value) if length == int(length) else length
 

@@ -41,16 +41,16 @@ class Optimizer(Protocol):
 
 
 Gradients = Sequence[Any]
-"""Gradients in the order of variables. None if a variable has no gradient."""
+"""Gradients, one per variable. None for a variable without a gradient."""
 
 ReduceOp = Literal["sum", "mean", "max"]
 """The element-wise operation of a reduction over replicas."""
 
 UNKNOWN = -1
-"""Stands for an unknown replica or variable in `Step.found_inf`."""
+"""The index of an unknown replica or variable, in reports of non-finite gradients (`Step.found_inf`)."""
 
 ALL_FINITE = (0, UNKNOWN, UNKNOWN)
-"""The value of `Step.found_inf` (whether a gradient is not finite, replica, variable) if all are finite."""
+"""The report (is any gradient not finite, replica, variable) of a step in which all gradients are finite."""
 
 Groups = Sequence[Sequence[int]]
 """Disjoint, sorted lists of replica ids, of equal length, that contain each replica once."""
@@ -60,7 +60,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether the gradient is a `tf.IndexedSlices`: only some rows, perhaps with repeated indices."""
+    """Whether the gradient is a `tf.IndexedSlices`, which has only some rows, perhaps with repeated indices."""
     return hasattr(grad, "dense_shape") and hasattr(grad, "indices")
 
 
@@ -70,7 +70,7 @@ def dense(grad: Tensor, variable: Variable) -> Tensor:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Returns a gradient unchanged, or the rows of a sparse gradient as a tensor."""
+    """Returns a dense gradient as a tensor, or the rows of a sparse gradient as a tensor."""
     if is_sparse(grad):
         return grad.values
     return grad if ops.is_tensor(grad) else ops.convert_to_tensor(grad)
@@ -87,7 +87,7 @@ LARGEST_FLOAT16 = 65504.0
 
 
 def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
-    """Returns the sum of two gradients of a variable. Two sparse ones are concatenated; indices can repeat."""
+    """Returns the sum of two gradients of a variable. Two sparse gradients are concatenated, so indices can repeat."""
     if is_sparse(first) and is_sparse(second):
         values = ops.concatenate([first.values, second.values], axis=0)
         indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
@@ -105,16 +105,16 @@ def dtype_of(value: Any) -> str:
 
 
 _NAMES: dict[Any, str] = {}
-"""A cache, because Keras' lookup of a dtype takes longer than an addition of small tensors."""
+"""A cache of names of dtypes, because Keras' lookup takes longer than an addition of small tensors."""
 
 
 def cast(value: Tensor, dtype: str) -> Tensor:
-    """Casts a tensor if its dtype differs. The check is here because `keras.ops.cast` is slow even without a change."""
+    """Casts a tensor to `dtype`. Skips `keras.ops.cast` for an equal dtype, because it would be slow even then."""
     return value if dtype_of(value) == dtype else ops.cast(value, dtype)
 
 
 def in_float32(value: Tensor) -> Tensor:
-    """Returns `value` in float32, unless it is float64. In float16, the square of 256 overflows."""
+    """Returns `value` in float32 or, if it is float64, unchanged. In float16, the square of 256 would overflow."""
     value = value if ops.is_tensor(value) else ops.convert_to_tensor(value)
     return value if dtype_of(value) == "float64" else cast(value, "float32")
 
@@ -126,13 +126,13 @@ def overwrites_variable(variable: Variable) -> bool:
 
 def norm(value: Tensor) -> Tensor:
     """Returns the L2 norm of all elements, in float32 (float64 for a float64 tensor)."""
-    # `ops.norm` sums sequentially on PyTorch, with an error of 7e-4 for 16.8 million elements.
+    # Avoid `ops.norm`: on PyTorch it sums sequentially, with an error of 7e-4 for 16.8 million elements.
     return ops.sqrt(ops.sum(ops.square(in_float32(value))))
 
 
 def factor_within(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """Returns the factor that limits a norm to `limit`. It is exactly 1 up to the limit, and NaN for NaN."""
-    # min(1, limit / norm) would be NaN for 0 / 0, and on PyTorch Keras would compute the minimum in float32.
+    """Returns the factor that scales gradients of this norm to at most `limit`: 1 up to the limit. NaN if it is NaN."""
+    # Avoid min(1, limit / norm): 0 / 0 would be NaN, and on PyTorch Keras would compute the minimum in float32.
     return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)
 
 
@@ -148,12 +148,12 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
     """
     squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
-    # Sum a stack of the squares, because this is faster than many scalar additions.
+    # Stack the scalars and sum the stack, because many scalar additions are slower.
     return ops.sqrt(ops.sum(ops.stack([cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
 
 
 def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
-    """Multiplies gradients with the global norm `norm` by one factor that limits this norm to `limit`."""
+    """Multiplies all gradients by one factor, so their global norm is at most `limit`. `norm` is the current norm."""
     factor = factor_within(norm, ops.cast(limit, dtype_of(norm)))
     return [times(grad, factor) for grad in grads]
 

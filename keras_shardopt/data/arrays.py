@@ -16,10 +16,10 @@ from keras_shardopt.data.part import Part, permutation
 def part_of_arrays(
     x: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, seed: int, part: Part
 ) -> Any:
-    """Returns this process's rows of the arrays: in batches if `batch_size` is set, otherwise as arrays."""
+    """Returns this process's rows: a `PyDataset` of batches if `batch_size` is set, otherwise arrays."""
     num_rows = _num_rows({"x": x, "y": y, "sample_weight": sample_weight})
     part.check_enough(num_rows, "rows")
-    # Leave out None at the end, as `fit` and `PyDataset` do.
+    # As in the batches of `fit`, omit `y` and `sample_weight` from the end of the tuple if they are None.
     data = (x,) if y is None and sample_weight is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     if batch_size is not None:
         return BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
@@ -30,7 +30,7 @@ def part_of_arrays(
 
 
 class BatchesOfArrays(keras.utils.PyDataset):
-    """A `PyDataset` of batches with this process's rows, in another order in each epoch if `shuffle` is set."""
+    """A `PyDataset` of batches with this process's rows. If `shuffle` is set, each epoch has a new order."""
 
     def __init__(
         self, data: tuple[Any, ...], num_rows: int, batch_size: int, shuffle: bool, seed: int, part: Part

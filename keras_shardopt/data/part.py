@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of one process: every `num_parts`-th item of a sequence, beginning with the item `index`."""
+    """The part of one process: every `num_parts`-th item of a sequence, starting at position `index`."""
 
     num_parts: int
     index: int
@@ -29,7 +29,7 @@ class Part:
         return len(range(self.index, total, self.num_parts))
 
     def check_enough(self, total: int, things: str) -> None:
-        """Raises ValueError if a process would get none of `total` items. The error calls the items `things`."""
+        """Raises ValueError if there are fewer items than processes. `things` names the items in the error message."""
         if total < self.num_parts:
             raise ValueError(
                 f"`x` must have at least as many {things} as there are processes. "
@@ -38,13 +38,13 @@ class Part:
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the numbers 0 to `size - 1` in a random order that is the same on all processes."""
+    """Returns the integers 0 to `size - 1` in a random order that is the same on all processes."""
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 @contextlib.contextmanager
 def same_random_numbers(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Seeds all global random numbers and PyTorch's `generators` from `key` in a block. Then restores their states."""
+    """Seeds the global random generators and PyTorch's `generators` with `key`. Restores the states after the block."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch = sys.modules.get("torch")
     generators = [*generators, *([] if torch is None else [torch.default_generator])]

@@ -11,7 +11,7 @@ from keras_shardopt.data.part import Part, permutation, same_random_numbers
 
 
 class PartOfPyDataset(keras.utils.PyDataset):
-    """This process's batches of another `PyDataset`: every n-th one, with n processes."""
+    """This process's batches of another `PyDataset`: every n-th batch, with n processes."""
 
     def __init__(self, batches: keras.utils.PyDataset, shuffle: bool, seed: int, part: Part) -> None:
         super().__init__(

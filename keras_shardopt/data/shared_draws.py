@@ -1,4 +1,4 @@
-"""Gives every process the random numbers of process 0 while it draws the order of the data.
+"""Makes all processes draw the order of the data with the random numbers of process 0.
 
 Private names of Keras touched here (a test checks that each exists):
     `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers that
@@ -26,8 +26,8 @@ _num_calls = 0
 def count_call() -> None:
     """Counts the end of a `fit`, `evaluate` or `predict` call on all processes.
 
-    If a callback made the call, the `fit` around it then takes the state of process 0 again, because the inner call may
-    have drawn other random numbers on some processes.
+    Such a call in a callback may draw different random numbers on some processes. Afterwards, the outer `fit` therefore
+    takes the state of process 0 again.
     """
     global _num_calls
     _num_calls += 1
@@ -38,7 +38,7 @@ class SharedDraws:
 
     Inside `drawing()`, the global random numbers of Python, NumPy and PyTorch begin with the state that process 0 had
     at the start of the epoch. So the rows have the order that process 0 draws. After the block, a process that had the
-    same state as process 0 keeps the state after the draws, as a single process does. Others get their own state back.
+    same state as process 0 keeps the state after the draws, as with one process. Other processes restore their states.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class SharedDraws:
         self._num_calls = 0
 
     def forget(self) -> None:
-        """Drops the states of this epoch, so the next block takes the current states of process 0."""
+        """Drops the states of this epoch, so the next `drawing()` takes the current states of process 0."""
         self._states = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Opens a block that draws data. Blocks may nest. All processes must enter the first block of an epoch."""
+        """Opens a block that draws the order of data. All processes must enter the first block of an epoch together."""
         if self._is_drawing:
             yield
             return
@@ -73,7 +73,7 @@ class SharedDraws:
 def wait_for_batch_order(adapter: Any) -> None:
     """Makes the start of a `PyDataset`'s workers wait until their thread has drawn the order of batches.
 
-    Keras starts the workers inside `SharedDraws.drawing()`. Without the wait, the thread could draw after that block.
+    Keras starts the workers in `SharedDraws.drawing()`. After that block, the thread's draw would differ by process.
     """
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:
@@ -92,9 +92,9 @@ def wait_for_batch_order(adapter: Any) -> None:
 
 
 def _states_of_process_0() -> dict[str, Any]:
-    """Returns, by name, process 0's states of the global random numbers whose states differ between processes."""
+    """Returns process 0's states of those global random generators that may differ between processes, by name."""
     states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
-    # Always send PyTorch's state: it differs after the first step, because unseeded dropout draws from it.
+    # Always send PyTorch's state, because it differs between processes once unseeded dropout has drawn from it.
     of_torch = states.pop("torch", None)
     prints = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
     is_first = processes.process()[1] == 0

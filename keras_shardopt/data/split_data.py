@@ -13,8 +13,8 @@ from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import steps_of
 from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, samplers_of
 
-# The arrays and pipelines that `shard_data` has returned. Keys are `id`s, because arrays compare element by element.
-# References are weak, so the entries do not keep data alive.
+# The arrays and pipelines that `shard_data` has returned, by `id`, because NumPy arrays are not hashable. References
+# are weak, so the entries do not keep data in memory.
 _parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -27,7 +27,7 @@ def mark_as_split(data: Any) -> Any:
 
 
 def is_split_dataset(x: Any) -> bool:
-    """Whether `x` is a `PyDataset`, a `DataLoader`, or a `tf.data` pipeline that begins with one, from `shard_data`."""
+    """Whether `x` is a dataset or `DataLoader` from `shard_data`, or a `tf.data` pipeline that reads from one."""
     parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
     if any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset")):
         return True

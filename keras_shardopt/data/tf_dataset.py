@@ -14,7 +14,7 @@ from keras_shardopt.data.part import Part
 
 
 def part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: Part) -> Any:
-    """Returns a dataset of every `num_parts`-th element. Each process computes all elements, and skips the others."""
+    """Returns a dataset of every `num_parts`-th element. Each process computes all, but keeps only its part."""
     del seed
     if shuffle:
         raise ValueError(
@@ -28,7 +28,7 @@ def part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: Part) -> An
         part.check_enough(cardinality, "elements")
     options = tf.data.Options()
     options.deterministic = True
-    # Turn off TensorFlow's own split: otherwise a strategy of several workers would split the dataset again.
+    # Turn off TensorFlow's auto-sharding, with which a strategy of several workers would split the dataset again.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options).shard(part.num_parts, part.index)
 
@@ -49,7 +49,7 @@ def _check_same_order(tf: Any, dataset: Any) -> None:
 
 
 def steps_of(dataset: Any) -> Iterator[Any]:
-    """Yields the last dataset of a `tf.data` pipeline, then all datasets that it reads from."""
+    """Yields the last dataset of a `tf.data` pipeline, then all datasets before it."""
     yield dataset
     for before in dataset._inputs():
         yield from steps_of(before)

@@ -27,7 +27,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "drops rows. Received: a `DataLoader` with that sampler. Leave the sampler out, and pass "
                 "`shuffle=True` to the `DataLoader`."
             )
-    # A copy keeps all arguments, also those of a subclass. `DataLoader` forbids assignments to some attributes.
+    # Copy the loader, to keep all its arguments. Write to `__dict__`, because `DataLoader` forbids some assignments.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None
@@ -69,7 +69,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 class PartOfSampler:
-    """This process's items of a sampler: every n-th one, with n processes. Each call of `iter` begins an epoch.
+    """This process's items of a sampler: every n-th item, with n processes. Each call of `iter` begins an epoch.
 
     Every process draws all items of the sampler, in the same order, and keeps its part.
     """
@@ -99,9 +99,9 @@ class PartOfSampler:
 
 
 class PartOfStream:
-    """This process's rows of an `IterableDataset`: every n-th one, with n processes.
+    """This process's rows of an `IterableDataset`: every n-th row, with n processes.
 
-    Its attributes are those of the dataset, because a user's `worker_init_fn` may set them.
+    Reading or setting an attribute accesses the dataset, because a user's `worker_init_fn` may set attributes.
     """
 
     _dataset: Any

@@ -16,7 +16,7 @@ _CHECKED_ELEMENTS = 2**16
 """Maximum number of elements that `checksum` reads from each array."""
 
 _FINGERPRINT_ELEMENTS = 2**7
-"""Maximum number of elements that `fingerprint` reads from each array: few, because it runs for every batch."""
+"""Maximum number of elements that `fingerprint` reads from each array. It is small, because every batch is checked."""
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
@@ -28,14 +28,14 @@ def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
 def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
     """Returns part `index` of a batch. `rows` has the number of rows of each part.
 
-    A part without rows gets the first row of the batch, because the model needs an input. The caller must not count it.
+    A part without rows gets the first row, because the model needs an input. The caller must give this row no weight.
     """
     total, start = sum(rows), sum(rows[:index])
     stop = start + rows[index]
     mine = slice(start, stop) if stop > start else slice(0, 1)
 
     def part(nest: Any) -> Any:
-        # This loop over tuples and dicts replaces `tree.map_structure`, which takes longer than the slices.
+        # Loop over tuples, lists and dicts here, because `tree.map_structure` takes longer than the slices.
         kind = type(nest)
         if kind is tuple or kind is list:
             return kind([part(each) for each in nest])
@@ -56,7 +56,7 @@ def part_of_batch(batch: Any, rows: Sequence[int], index: int) -> Any:
 
 
 def fingerprint(batch: Any) -> int:
-    """Returns a checksum of a few elements of each array of a batch, fast enough to compare every batch."""
+    """Returns a checksum of a few elements of each array of a batch. It is fast enough to run for every batch."""
     return checksum(batch, _FINGERPRINT_ELEMENTS)
 
 
@@ -86,7 +86,7 @@ def _to_numpy(array: Any) -> Any:
 
 
 def first_rows(data: Any) -> Any:
-    """Returns the first 64 rows of arrays, or None for other data. Unlike batches, they do not depend on shuffling."""
+    """Returns the first 64 rows of arrays, which do not depend on shuffling. Returns None for other data."""
     if not all(leaf is None or len(getattr(leaf, "shape", ())) for leaf in tree.flatten(data)):
         return None
     return rows_of(data, slice(64))
