@@ -27,7 +27,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "drops rows. Received: a `DataLoader` with that sampler. Leave the sampler out, and pass "
                 "`shuffle=True` to the `DataLoader`."
             )
-    # Copy the loader, to keep all its arguments. Write to `__dict__`, because `DataLoader` forbids some assignments.
+    # Copy the loader, to keep all its arguments. Set entries of `vars`, because `DataLoader` forbids some assignments.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None
