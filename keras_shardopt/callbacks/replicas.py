@@ -204,7 +204,7 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 
 def _compared(model: Any) -> list[Variable]:
-    """Returns the variables that must be equal on all replicas: of the model in its order, then of its optimizers."""
+    """Returns the variables that must be equal on all replicas: those of the model, then those of its optimizers."""
     frozen = {id(v) for layer in layers_of(model) if not layer.trainable for v in layer.weights}
     weights = [v for v in model.weights if v.trainable or id(v) in frozen]
     return weights + equal_buffers(model) + _optimizer_variables(model)

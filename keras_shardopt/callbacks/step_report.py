@@ -211,7 +211,7 @@ class StepReport(keras.callbacks.Callback):
         end()
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a training function that measures its phases."""
+        """Return a function that calls the training function `real`, and measures its phases."""
         real = getattr(real, "real", real)  # an error can have ended a `fit` before `on_train_end`
         waits = self._is_compiled and self._is_shared
         takes_batch = self._trained.steps_per_execution == 1  # otherwise a compiled loop takes several

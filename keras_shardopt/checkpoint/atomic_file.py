@@ -38,7 +38,7 @@ _PATTERN = re.compile(r"\.keras_shardopt-(?P<kernel>.+)-[0-9a-f]{8}\.unfinished"
 
 
 class Unfinished:
-    """A new file that replaces the file at `path` when it is finished. It gets the mode and owner of the old file.
+    """A new file that replaces the file at `path` when finished. The new file gets the mode and owner of the old file.
 
     An old file need not exist, but its folder must. If `path` is a link, the target of the link is replaced. Raises
     OSError if the folder is not writable, or if `path` is not a file.
@@ -129,7 +129,7 @@ def _is_abandoned(path: str, kernel: str) -> bool:
 
 
 def _take_lock(scratch: str) -> int | None:
-    """Locks the folder until the returned descriptor is closed or this process ends. None: locks are not supported."""
+    """Locks the folder until the returned descriptor is closed, or this process ends. Returns None without locks."""
     path = os.path.join(scratch, _LOCK)
     with contextlib.suppress(OSError):
         descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -142,7 +142,7 @@ def _take_lock(scratch: str) -> int | None:
 
 
 def _is_held(scratch: str) -> bool | None:
-    """Whether a program holds the lock of the folder. None: unknown."""
+    """Returns whether a program holds the lock of the folder; None if this is unknown."""
     try:
         descriptor = os.open(os.path.join(scratch, _LOCK), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -155,7 +155,7 @@ def _is_held(scratch: str) -> bool | None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Takes the lock and returns True. False: another program holds it. None: locks are not supported."""
+    """Takes the lock, and returns True; False if another program holds the lock; None if locks are not supported."""
     if sys.platform == "win32":
         return None
     import fcntl

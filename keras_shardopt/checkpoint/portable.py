@@ -13,7 +13,7 @@ _OURS = "keras_shardopt"
 
 
 def make_portable(path: str) -> None:
-    """Rewrite a ".keras" file with the innermost optimizer instead of its wrappers, and without synchronized layers.
+    """Rewrite a ".keras" file: remove the wrappers around the optimizer, and set `synchronized=False` in layers.
 
     Raises:
         ValueError: if the model has other classes of this package.

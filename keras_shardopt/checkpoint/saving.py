@@ -193,7 +193,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        # On JAX, reading `self.model` copies the training state of `fit` to the variables. All processes must do it.
+        # All processes must read `self.model`, because on JAX this copies the training state of `fit` to the variables.
         model = self.model
         with communicating(model):
             # `from_rank_0` returns None on other ranks if the connection between processes was closed.
@@ -300,7 +300,7 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
 
 @timed("saving")
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Calls Keras' `save` or `save_weights` of a prepared model. One process, several or all can call it.
+    """Saves a model with `save`, its Keras method `save` or `save_weights`. One process, several or all can call this.
 
     Each calling process replaces its file atomically. Folders, remote paths and calls with further arguments are passed
     to Keras unchanged.
@@ -375,7 +375,7 @@ class NoStore(saving_lib.H5IOStore):
 
 
 class _VisitOrder:
-    """Passed to Keras' saver as its set of visited objects. Records the order of the visits."""
+    """A set that Keras' saver uses for visited objects. It records the order of the visits."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -455,7 +455,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
 def raise_together(problem: Exception | None) -> None:
     """Raises an error on every process if any process passes one. All processes must call this function.
 
-    A process that passes an error raises that error. The others raise the error of the lowest rank that passes one.
+    A process that passes an error raises that error. Other processes raise the error of the lowest rank that has one.
     """
     own = None if problem is None else (type(problem).__name__, _words(problem))
     gathered = processes.gather_objects(own)

@@ -147,7 +147,7 @@ class LARC(OptimizerWrapper):
         return factor if self.faithful else ones_where(variable_norm == 0, factor)
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
-        """Return the learning rate of each variable as a vector, or a scalar if all variables have the same."""
+        """Return the learning rate of each variable as a vector, or a scalar if all variables have the same rate."""
         found = base_optimizers(self)
         leaves = found if len(found) == 1 else [leaf_of(self, variable) for variable in variables]
         rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}

@@ -162,7 +162,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             average = self.beta2 * before + (1 - self.beta2) * square
             average = ops.where(before == 0, square, average)
             self.assign(second_moment, average)
-            # A zero gradient stays zero even if epsilon is 0, instead of 0 / 0 = NaN.
+            # Keep a zero gradient zero, even if epsilon is 0. The division would return NaN.
             divisor = ops.cast(ops.sqrt(average) + self.epsilon, grad.dtype)
             normalized = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
         if self.weight_decay and self._use_weight_decay(variable):
@@ -174,7 +174,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         self.assign_sub(variable, ops.cast(ops.cast(learning_rate, moved.dtype) * moved, dtype_of(variable)))
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        # Do nothing: the momentum contains the decay. Keras would also subtract `weight_decay * rate * weights`.
+        # Do nothing, because the momentum contains the decay. Keras would subtract `weight_decay * rate * weights` too.
         del variables
 
     def get_config(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class VariableClipping(OptimizerWrapper):
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
-        """The dims to clip, by path or expression. For a key that is a variable, its path."""
+        """The dims to clip, by path or regular expression. A variable that was passed as a key appears as its path."""
         return {_path(key): list(dims) for key, dims in self._keys}
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -96,7 +96,7 @@ class VariableClipping(OptimizerWrapper):
             self._clip_dims = clip_dims
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Update, then clip."""
+        """Update through the inner optimizer, then clip the variables."""
         super().update_inner(grads, variables)
         for grad, variable in zip(grads, variables):
             dims = self._clip_dims.get(self._var_key(variable))
@@ -143,7 +143,7 @@ class VariableClipping(OptimizerWrapper):
         return found
 
     def _named(self, key: Any, variables: Sequence[Variable], paths: Sequence[str]) -> Variable:
-        """Return the variable with the path `key`. If `key` is a trainable variable, return it."""
+        """Return `key` if it is a trainable variable; otherwise the trainable variable with the path `key`."""
         if isinstance(key, str):
             matching = [variable for variable, path in zip(variables, paths) if path == key]
         else:

@@ -44,7 +44,7 @@ class Collective:
 
 
 def collectives(text: str, num_devices: int) -> list[Collective]:
-    """Returns the collectives in the text of an optimized HLO module. If it lists no groups, all devices take part."""
+    """Returns the collectives in an optimized HLO text. If a collective lists no groups, all devices take part."""
     bodies, entry = _computations(text)
     found: list[Collective] = []
     chains: set[tuple[str, str]] = set()
@@ -54,7 +54,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             kind = match and next((k for k in _KINDS if match[2] in (k, f"{k}-start")), None)
             if not match or kind is None:
                 continue
-            # The TPU compiler repeats a collective in each fusion that overlaps with it, so count each chain once.
+            # The TPU compiler repeats a collective, with one chain id, in each fusion that overlaps with it. Count one.
             chain = re.search(r'chain_id="\d+"', line)
             if chain and (kind, chain[0]) in chains:
                 continue

@@ -56,7 +56,7 @@ def local(directory: str, seconds: float = 10.0) -> Facts:
             except Exception as error:
                 done.append((found["failed"], f"{type(error).__name__}: {error}"))
 
-        # A daemon thread, because a call to a dead file server or name server cannot be interrupted.
+        # Use a daemon thread, because a call to a dead file server or name server cannot be interrupted.
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(seconds)
@@ -191,7 +191,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _resolved(host: str) -> list[str] | str:
-    """Return the addresses of a name, or the error as text."""
+    """Return the IP addresses of a host name, or the error as text."""
     try:
         return sorted({str(row[4][0]) for row in socket.getaddrinfo(host, None)})
     except (OSError, UnicodeError) as error:
@@ -199,7 +199,7 @@ def _resolved(host: str) -> list[str] | str:
 
 
 def _addresses() -> list[Facts]:
-    """Return the addresses of this job that the environment names, and whether this process can serve its own."""
+    """Return the job's addresses in the environment. Test those that this process must serve, such as a master's."""
     rank, variables, named = _place()[1], os.environ, list[tuple[str, bool]]()
     if "MASTER_ADDR" in variables:
         serves = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -1,4 +1,4 @@
-"""Collects the facts of all processes, and measures those that need several: all-reduces, clocks, shared folders."""
+"""Collects the facts of all processes, and measures facts that need several: all-reduces, clocks, shared folders."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _memory_speed() -> float:
 
 
 def _ticks(reducer: Callable[[int], Callable[[], None]]) -> list[float]:
-    """Return this process's clock after each of several all-reduces. All processes end one at nearly the same time."""
+    """Return the time on this process after each of several all-reduces, which end at once on all processes."""
     reduce, ticks = reducer(1), []
     for _ in range(9):
         reduce()

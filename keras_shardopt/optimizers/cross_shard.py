@@ -201,7 +201,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """This optimizer's own variables in files: those of extensions. Files omit unfinished accumulation windows."""
+        """This optimizer's own variables in files: those of extensions. Files omit accumulated gradients."""
         return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property

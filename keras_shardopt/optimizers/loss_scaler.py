@@ -1,6 +1,6 @@
 """AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step.
 
-Each of its two algorithms is a pure function from one state, a few scalars, to the next.
+Each of its two algorithms is a pure function that maps a state (a few scalars) to the next state.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class AutomaticLossScaler:
         return [ops.where(is_informative, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
-        # The original accepts reversed bounds. This order of minimum and maximum gives its result. Bounds are Python
+        # If bounds are reversed, this order of minimum and maximum gives OpenSeq2Seq's result. Bounds are Python
         # floats, because Keras on PyTorch would copy other numbers to the device and wait.
         return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
@@ -307,7 +307,7 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
                 f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
                 f"Received: {value!r} (of type {type(value).__name__}).{fix}"
             )
-        # Check ints even if `faithful`: with a window of 0, the original fails too, but at the first step.
+        # Check ints even if `faithful`, because with a window of 0, OpenSeq2Seq fails too, in the first step.
         if (kind is int or not faithful) and not sensible(value):
             raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
         checked[name] = kind(value)

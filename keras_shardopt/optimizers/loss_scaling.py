@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ScaledUpdate(OptimizerWrapper):
-    """Scales the loss, unscales the gradients, and updates unless they overflow. An abstract class."""
+    """An abstract class that scales the loss, unscales the gradients, and skips updates with an overflow."""
 
     _scale_argument: str
     """The name of the scale's argument in the constructor of the subclass."""

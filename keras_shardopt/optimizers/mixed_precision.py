@@ -206,7 +206,7 @@ class MixedPrecision(ScaledUpdate):
         return self._scales_loss and not self._masters
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Copies changes by other code to the master weights, updates these, and rounds them to the variables."""
+        """Copies values set by other code to the master weights, updates the masters, and rounds them to variables."""
         pairs = self._masters
         for variable, master in pairs.values():
             master.assign(_synchronized(master, variable))
@@ -317,7 +317,7 @@ class _OnMaster(keras.regularizers.Regularizer):
 
 def _rounded(master: Tensor, dtype: str) -> Tensor:
     if dtype == "float16":
-        # Infinite elements stay infinite, as a sign of divergence.
+        # Keep infinite elements infinite, because they show divergence.
         clamped = ops.clip(master, -LARGEST_FLOAT16, LARGEST_FLOAT16)
         master = ops.where(ops.isfinite(master), clamped, master)
     return ops.cast(master, dtype)

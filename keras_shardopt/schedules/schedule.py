@@ -62,7 +62,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         num_steps = check.count("num_steps", num_steps, 1)
         steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
         ax = plt.gca() if ax is None else ax
-        # Pass one step at a time, because a schedule of Keras inside this one perhaps accepts only scalars.
+        # Pass one step at a time, because a schedule of Keras inside this schedule may accept only scalars.
         rates = [float(ops.convert_to_numpy(ops.cast(self(step), "float32"))) for step in steps]
         ax.plot(steps, rates, **{"label": type(self).__name__, **line})
         ax.set_xlabel("update")

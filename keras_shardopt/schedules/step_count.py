@@ -90,7 +90,7 @@ class StepCount:
         period = self._constant(numerator)
         whole, rest = self._value // period, self._value % period
         if denominator != 1:
-            # `step * denominator` could overflow. `rest * denominator` cannot: `rest` is less than the numerator.
+            # `step * denominator` could overflow. `rest * denominator` cannot, because `rest` is below the numerator.
             rest = rest * denominator
             whole, rest = whole * denominator + rest // period, rest % period
         return self._with(whole), self._on_device(rest, self.dtype) / float(numerator)

@@ -1,4 +1,4 @@
-"""The owners of slices of variables, in plain integers without a framework."""
+"""Assigns slices of variables to replicas. Uses plain integers, and no framework."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A slice of one variable, flattened in row-major order, for elements from `start` to before `stop`."""
+    """Elements `start` to `stop` (exclusive) of one variable, flattened in row-major order."""
 
     variable: int
-    """The position of the variable."""
+    """The position of the variable in the list of variables."""
 
     start: int
     stop: int

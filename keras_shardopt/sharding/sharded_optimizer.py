@@ -147,7 +147,7 @@ class ShardedState(OptimizerWrapper):
         return is_laid_out or (self._shards is not None and not self._shards.lays_out)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state as the inner optimizer would without a wrapper. With divided state all replicas call it.
+        """Write the state as the inner optimizer would without a wrapper. All replicas must call this if it is divided.
 
         Raises:
             RuntimeError: if another replica with divided state does not call it in time. The limit is the `timeout` of

@@ -80,7 +80,7 @@ class Shards(abc.ABC):
 
     @property
     def copies(self) -> list[Variable]:
-        """The stand-ins that have their own memory."""
+        """The stand-ins that have their own memory, because they are not the variables themselves."""
         return [part for part, variable in zip(self.stand_ins, self.variables) if part is not variable]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:

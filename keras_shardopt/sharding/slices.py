@@ -63,7 +63,7 @@ class Bucket:
     """The positions of the variables."""
 
     chunk: int
-    """The number of elements in the largest replica's share. All shares are padded to it if sent in equal chunks."""
+    """The number of elements in the largest share of a replica. Shares sent in equal chunks are padded to this size."""
 
     is_uneven: bool
     """Whether chunks of equal length would be mostly padding."""
@@ -253,7 +253,7 @@ class FlatShards(Shards):
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
-        # Keras' optimizers for PyTorch compute rates in the dtype of the first variable, so that must stay the same.
+        # Keras' optimizers for PyTorch compute rates in the dtype of the first variable, so keep this dtype.
         first, own = self._leaf_variables([pairs[0], mine[0]])
         return mine if dtype_of(first) == dtype_of(own) else [pairs[0], *mine]
 
@@ -268,7 +268,7 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
-        # All replicas run the same collectives in the same order, even a replica whose weights have left flat memory.
+        # All replicas run the same collectives in the same order, even if weights of a replica are in other memory now.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []
         for bucket, weights in zip(self._buckets, self._flat_weights):
@@ -297,7 +297,7 @@ class FlatShards(Shards):
         return [joined[r * bucket.chunk : (r + 1) * bucket.chunk] for r in range(self.num_replicas)]
 
     def _with_flat_weights(self, replicas: Communicator) -> list[Any]:
-        """Return flat memory for the weights of each bucket; None if they cannot be contiguous."""
+        """Return, per bucket, memory in which its weights are contiguous, or None if this is impossible."""
         made: list[Any] = [None] * len(self._buckets)
         for number, bucket in enumerate(self._buckets):
             if _memory is not None and all(self._may_split[i] for i in bucket.variables):
@@ -352,7 +352,8 @@ class FlatShards(Shards):
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            # If the state is one scalar per variable, only the first owner of a slice sends it. All replicas agree.
+            # If the state is one scalar per variable, only the first owner of a slice sends the scalar. This condition
+            # must be equal on all replicas.
             if not tuple(variable.shape) and (self._may_split[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_split[i]:

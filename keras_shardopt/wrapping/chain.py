@@ -143,7 +143,7 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
 
 
 def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
-    """Raise ValueError if an inner optimizer averages gradients, because `outer` would process them before that."""
+    """Raise ValueError if an optimizer inside `outer` averages gradients, because `outer` needs averaged gradients."""
     if isinstance(inner, Wrapping) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(

@@ -36,12 +36,12 @@ class SlotAccess:
     _var_key: Any
 
     def __dir__(self) -> list[str]:
-        # TensorFlow's checkpoints fail if they find this method, because they would store the slots twice.
+        # Hide `get_slot_names` from TensorFlow's checkpoints. They would use it to store the slots twice, and fail.
         hidden = {"get_slot_names"} if is_running(*_STORES_SLOTS) else set()
         return [name for name in super().__dir__() if name not in hidden]
 
     def _optimizers_with_slots(self) -> Sequence[Any]:
-        """Return the optimizers that hold the state. A wrapper returns those inside it."""
+        """Return the optimizers that hold the slots: this optimizer, or for a wrapper, the optimizers inside it."""
         return [self]
 
     def get_name(self) -> str:
@@ -53,7 +53,7 @@ class SlotAccess:
         return sorted({name for _, name, _ in self._slots()})
 
     def get_slot(self, variable: Variable, name: str) -> Variable | None:
-        """Return the state of that name for a trainable variable; a wrapper returns the inner optimizer's.
+        """Return the slot with this name of a trainable variable. A wrapper returns the inner optimizer's slot.
 
         Args:
             variable: one of the trainable variables of the optimizer's build.
@@ -141,7 +141,7 @@ def empty_name_scope() -> Iterator[None]:
 
 
 def named_like(variable: Variable, **arguments: Any) -> Variable:
-    """Return a new variable with the path and the name of another one."""
+    """Return a new variable with the path and the name of `variable`."""
     *scopes, name = str(getattr(variable, "path", variable.name)).split("/")
     with contextlib.ExitStack() as stack:
         stack.enter_context(empty_name_scope())

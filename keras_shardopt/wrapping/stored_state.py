@@ -138,7 +138,7 @@ def _lazily(store: Any, key: str) -> Any:
 
 
 def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
-    """Return the value that `store` receives for a state variable. Replicas that divide it call this together.
+    """Return the value that `store` receives for a state variable. Replicas with divided state call this together.
 
     A store of a sharded checkpoint receives the parts of this process.
     """
@@ -150,7 +150,7 @@ def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> 
 
 
 def whole_value(variable: Variable) -> np.ndarray:
-    """Return the whole array of a variable. Processes that divide it call this together."""
+    """Return the whole array of a variable. If processes divide the variable, all of them must call this."""
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 
@@ -331,7 +331,7 @@ class WrapperState(KerasSaveable):
 
     def save_own_variables(self, store: Any) -> None:
         """Write the variables."""
-        # `build` creates some of the variables. Before it, all have their initial values.
+        # Write nothing before `build`, because some variables do not exist, and the rest have their initial values.
         for i, variable in enumerate(self.variables if self._optimizer.built else []):
             store[str(i)] = stored_value(self._optimizer, variable, store)
 

@@ -30,7 +30,7 @@ class InCheckpoints:
         core = self._wrappers[0].inner
         children: dict[str, Any] = {**core._trackable_children(save_type, **kwargs), **self._own_children()}
         pairs = zip(core._trainable_variables, self._trainable_variables)
-        # If the wrapped optimizer has slices of these variables, omit its list, so files do not contain slices.
+        # If the wrapped optimizer updates slices of these variables, omit its list of variables, so no file has slices.
         if any(inside is not variable for inside, variable in pairs):
             del children["_trainable_variables"]
         return children
@@ -58,7 +58,7 @@ class InCheckpoints:
 
     @property
     def _deferred_dependencies(self) -> Any:
-        # The base class's constructor reads this before an inner optimizer exists.
+        # The base class's constructor reads this property before an inner optimizer exists.
         owner: Any = self._wrappers[0].inner if self._inner else super()
         return owner._deferred_dependencies
 

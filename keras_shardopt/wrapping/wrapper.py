@@ -238,7 +238,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer."""
-        # It is not named `inner_optimizer`, because Keras' callbacks would then unwrap just one level of wrappers.
+        # Do not rename this to `inner_optimizer`: Keras' callbacks would then unwrap just one level of wrappers.
         return self._inner[0]
 
     @property
@@ -253,7 +253,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _wrappers(self) -> list[OptimizerWrapper]:
-        """This wrapper and those nested directly inside it, from the innermost to the outermost."""
+        """This wrapper and the wrappers nested directly inside it, from the innermost to the outermost."""
         inner = self.inner
         return [*(inner._wrappers if isinstance(inner, OptimizerWrapper) else []), self]
 
@@ -270,14 +270,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return [v for v in self.variables if id(v) not in differ]
 
     def _observe(self, observer: Any) -> None:
-        """Pass the gradients of each update to `observer`, before and after this wrapper changes them. None stops it.
+        """Pass the gradients of each update to `observer`, before and after this wrapper changes them; None: stop.
 
         After each call, compiled steps must be recompiled, because the number of the optimizer's `variables` changes.
         """
         self._observer = observer
 
     def _position(self, variable: Variable) -> int:
-        """Return the index of a trainable variable among those of `build`."""
+        """Return the index of a trainable variable in the list that `build` received."""
         found: int = self._trainable_variables_indices[self._var_key(variable)]
         return found
 
@@ -333,7 +333,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _finalize_inner(self, variables: Sequence[Variable]) -> None:
         self.inner.finalize_variable_values(variables)
         if runtime.updates_are_stateless and self.use_ema:
-            # Keras assigns the averages' arrays to the weights. A compiled JAX step frees (donates) both, so copy them.
+            # Keras lets weights and averages share arrays. A compiled JAX step frees (donates) each array, so copy it.
             for variable in variables:
                 variable.assign(keras.ops.copy(variable.value))
 
@@ -456,7 +456,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state as the inner optimizer would without a wrapper, with its class and a name per array."""
+        """Write the state in the layout of the plain inner optimizer, plus its class and a name per array."""
         store = named_store(self, store)
         is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
         if store.process_for is None or is_whole:
@@ -468,9 +468,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def load_own_variables(self, store: Any) -> None:
         """Load a state that this wrapper, or its plain inner optimizer, has saved.
 
-        If the optimizer is not built, this builds it for the model compiled with it, so `iterations` and
-        `learning_rate` are readable at once. The arrays are kept until training builds the optimizer if no such model
-        exists, the variables differ, or several processes of JAX or TensorFlow run. An empty state warns, as in Keras.
+        Before `build`, this method builds the optimizer for the model that was compiled with the optimizer. So
+        `iterations` and `learning_rate` are readable at once. If no such model exists, the variables differ, or several
+        processes of JAX or TensorFlow run, training builds the optimizer, and the arrays are kept until then. An empty
+        state warns, as in Keras.
 
         Raises:
             ValueError: if the number of arrays or a shape differs. In an HDF5 file written by a wrapper, also if a name

@@ -271,7 +271,7 @@ class Checkpoint:
 
 
 class StoredArray:
-    """An array of a checkpoint that is not read yet. It reads only the pieces that a caller uses.
+    """An array of a checkpoint. Only the pieces that a caller uses are read, when they are used.
 
     Indexing with slices, `flat_range` and `np.asarray` return NumPy arrays.
     """

@@ -229,7 +229,7 @@ def _new_folder(directory: str, step: int) -> str:
 
 
 def _is_visible(folder: str) -> bool:
-    """Whether this process can find a folder of process 0. It waits, because network file systems take some time."""
+    """Whether this process can find a folder of process 0. Waits a while, because network file systems are slow."""
     for _ in range(50):
         if os.path.isdir(folder):
             return True
@@ -266,7 +266,7 @@ def step_of_model(model: Any) -> int:
 
 
 def _config(model: Any) -> Any:
-    """Return the serialized model, or None if Keras cannot serialize it. Then `consolidate` writes no '.keras' file."""
+    """Return the serialized model, which `consolidate` needs for a '.keras' file; None if Keras cannot serialize it."""
     try:
         config = keras.saving.serialize_keras_object(model)
         json.dumps(config)

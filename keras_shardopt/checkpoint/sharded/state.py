@@ -46,7 +46,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# JAX only (otherwise None): there, `assign` compares values between processes, unless it runs in a special block.
+# JAX only (otherwise None): `local_assignments` lets one process assign without a comparison between processes.
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"

@@ -1,7 +1,7 @@
 """Training steps on JAX: a jitted function of the values of all variables that the step reads or assigns.
 
 A step can use variables that its caller did not list, such as a seed, or a frozen weight in the loss. In a trace, such
-variables become constants. Therefore a first trace collects them, and a second one has them as arguments.
+variables become constants. Therefore a first trace collects these variables. A second trace has them as arguments.
 
 Private names of Keras touched here (a test checks that each exists):
     `Variable._value` - the array of a variable.
@@ -79,7 +79,7 @@ class _UnknownVariables(Exception):
 
 
 class _CollectingScope(keras.StatelessScope):
-    """A scope that collects in `unknown` the variables that are used but missing from its mapping."""
+    """A Keras scope that collects in `unknown` the variables that a step uses, but `state_mapping` lacks."""
 
     def __init__(self, state_mapping: list[tuple[Variable, Tensor]]) -> None:
         super().__init__(state_mapping, collect_losses=True)

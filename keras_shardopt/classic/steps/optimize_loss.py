@@ -225,7 +225,7 @@ class TrainingStep:
         self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            # Use the optimizer's count, because it omits skipped updates. Reading it waits for the devices.
+            # Use the optimizer's count of updates, because it omits skipped updates. Reading it waits for the devices.
             self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
             if self._num_updates % self._every == 0:
                 self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})

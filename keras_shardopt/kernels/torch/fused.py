@@ -327,7 +327,7 @@ def _nadam(optimizer: keras.optimizers.Nadam, learning_rate: Any, columns: Colum
     # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with momentum m,
     # velocity v, b = beta_2, momentum coefficients u of step t and u' of the next, and p the product of all u so far.
     # Here numerator and denominator are multiplied by sqrt(1 - b ** t). Scalars are combined in Keras' precision:
-    # 1 - b ** t loses digits by cancellation, and must lose the same ones.
+    # 1 - b ** t loses digits by cancellation, and must lose the same digits.
     dtype = columns.like.dtype
     scalars = (optimizer.iterations, optimizer.beta_1, optimizer.beta_2, 0.96)
     step, beta_1, beta_2, decay = (ops.cast(scalar, dtype) for scalar in scalars)
@@ -343,9 +343,6 @@ def _nadam(optimizer: keras.optimizers.Nadam, learning_rate: Any, columns: Colum
         m.mul_(optimizer.beta_1).add_(g, alpha=1 - optimizer.beta_1)
         v.mul_(optimizer.beta_2).addcmul_(g, g, value=1 - optimizer.beta_2)
         w.addcdiv_(torch.mul(m, momentum_factor).add_(g, alpha=grad_factor), torch.sqrt(v).add_(epsilon), value=-1)
-
-
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _as_float(learning_rate: Any) -> float:
