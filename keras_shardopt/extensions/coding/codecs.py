@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
     """The sums over replicas of the tensors that are sent uncoded."""
 
     unsent: list[Tensor]
-    """This replica's coding errors. Their sum over replicas is the exact sum minus `sums`."""
+    """This replica's rounding errors of compression. Their sum over replicas is the exact sum minus `sums`."""
 
     factors: list[Tensor]
     """The matrices $Q$ of `PowerSGD` that the next reduction starts from, equal on all replicas. Empty otherwise."""
@@ -53,7 +53,7 @@ class Compression(Configured):
     """Base class of gradient codecs.
 
     Args:
-        error_feedback: bool, True by default. Whether each replica adds its coding errors to its next gradients.
+        error_feedback: bool, True by default. Whether each replica adds its compression errors to its next gradients.
     """
 
     sum_dtype: str | None = None
@@ -63,7 +63,7 @@ class Compression(Configured):
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the matrix that a variable's first reduction starts from (`PowerSGD`), or None if it needs none."""
+        """Return the matrix that `PowerSGD` multiplies with a variable's first gradient; None for other codecs."""
         del variable, position
         return None
 
@@ -124,7 +124,7 @@ class CodedInTwoLegs(Compression):
         raise NotImplementedError
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """Return the float32 vector that was encoded. Concatenated results of `encode` give concatenated vectors."""
+        """Return the float32 vector that was encoded. Several encoded vectors, concatenated, can be decoded at once."""
         raise NotImplementedError
 
     def legs(
@@ -145,7 +145,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # Encoding the sum of a slice makes a second error. The encoding replica adds it to its errors in the slice.
+        # Each replica has also encoded the sum of its slice. Add the error of this encoding to its errors in the slice.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []

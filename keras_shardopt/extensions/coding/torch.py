@@ -62,7 +62,7 @@ class CodedBucket:
         """Do nothing, because this bucket has no buffer to prepare."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Store the gradient of variable `i`. None (no gradient) keeps the variable's coding error for a later step."""
+        """Store the gradient of variable `i`. Without a gradient, its compression error is sent in a later step."""
         self._grads.pop(i, None)
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight
@@ -136,7 +136,7 @@ def coded(
 ) -> list[CodedBucket]:
     """Return buckets for the gradients of these variables. The last bucket also sums `num_flags` uncoded numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # Buckets are sent in this order. The backward pass fills the bucket of the first variable last, so it is sent last.
+    # The backward pass fills the bucket of the first variable last, so put this bucket last. Buckets are sent in order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     made = []
     for number, places in enumerate(groups):

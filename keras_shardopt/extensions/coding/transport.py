@@ -24,7 +24,7 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""`Step.notes` has the `Reduced.factors` of a variable under this prefix and the variable's position."""
+"""Prefix of the key under which `Step.notes` has a variable's matrix of `PowerSGD`. The variable's index follows."""
 
 # None except on TensorFlow: there, a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
@@ -41,7 +41,7 @@ def transport_of(codec: Compression, context: StageContext) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Stores residuals (coding errors to add to the next gradients) and factors (matrices of `PowerSGD`)."""
+    """Stores residuals (compression errors to add to the next gradients) and factors (matrices of `PowerSGD`)."""
 
     divides_along_axes = False
     early_in_slices = False
@@ -50,7 +50,7 @@ class CodedTransport(Transport):
     def __init__(self, codec: Compression, context: StageContext) -> None:
         self.codec = codec
         self.residuals: list[Variable] = []
-        """This replica's coding errors, one variable per trainable variable, divided by the loss scale."""
+        """This replica's compression errors, one variable per trainable variable, divided by the loss scale."""
         self.factors: dict[int, Variable] = {}
         """The matrices that the next reduction starts from, by the position of the trainable variable."""
         self._context = context
@@ -63,11 +63,11 @@ class CodedTransport(Transport):
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The optimizer variables that store this replica's coding errors, under the name "residual"."""
+        """The optimizer variables that store this replica's compression errors, under the name "residual"."""
         return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Create the variables for coding errors (residuals) and factors. Later calls do nothing."""
+        """Create variables for compression errors (residuals) and matrices of `PowerSGD`. Later calls do nothing."""
         if self.residuals or self.factors:
             return
         for i, variable in enumerate(variables):
@@ -83,18 +83,18 @@ class CodedTransport(Transport):
             placement.place(self.residuals, "per_replica")
 
     def stack(self) -> None:
-        """If one program runs all replicas, stack their coding errors along a first dimension of one array."""
+        """If one program runs all replicas, stack their compression errors along a first dimension of one array."""
         if not self._is_stacked and self.residuals:
             placement.place(self.residuals, "per_replica")
         self._is_stacked = True
 
     def reset(self) -> None:
-        """Set the stored coding errors (residuals) to zero."""
+        """Set the stored compression errors (residuals) to zero."""
         for residual in self.residuals:
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
     def keep(self, step: Step) -> Step:
-        """Assign the new residuals (`step.own`) and factors (in `step.notes`), and remove them from `step`."""
+        """Assign new compression errors (`step.own`) and `PowerSGD` matrices. Return `step` without both."""
         for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
@@ -138,7 +138,7 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """One reduction of encoded gradients. `kept` stores residuals (coding errors) and factors between reductions."""
+    """One reduction of encoded gradients. `kept` stores compression errors (residuals) for the next reduction."""
 
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)
@@ -146,9 +146,9 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # Variables without a gradient here. Their coding errors are not sent: perhaps no replica has a gradient.
+        # Without a gradient on this replica, a variable's compression error stays here: perhaps no replica has one.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
-        # Gradients contain this factor (the loss scale). Coding errors (residuals) are stored without the factor.
+        # Gradients contain this factor, the loss scale. Compression errors (residuals) are stored without the factor.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
         before = kept.residuals if reduction.own is None else reduction.own
         self._before = [ops.convert_to_tensor(residual) for residual in before]
@@ -198,7 +198,7 @@ class Coded(Transfer):
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
     def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors to encode (gradients plus earlier coding errors), and the factors to start from."""
+        """Return the tensors to encode (gradients plus earlier errors), and their `PowerSGD` matrices (None: none)."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
@@ -207,7 +207,7 @@ class Coded(Transfer):
         return ops.convert_to_tensor(self._context.updates)
 
     def _collect(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
-        """Return the sums of a reduction. Store its coding errors and factors, and whether the sums are finite."""
+        """Return the sums of a reduction. Store its compression errors, and whether the sums are finite."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
         self._factors |= dict(zip(kept, reduced.factors))
@@ -248,7 +248,7 @@ class Coded(Transfer):
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
-        """Return gradient plus earlier coding error in float32. With `start`, both are slices that begin there."""
+        """Return gradient plus earlier compression error in float32, or a slice of both from element `start` on."""
         value = dense(tensor, self._variables[place])
         value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
         if not self.codec.error_feedback or place in self._waits:
@@ -259,7 +259,7 @@ class Coded(Transfer):
         return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Add the new coding errors and factors to the reduced step, or the old ones if its update is skipped.
+        """Return the reduced step with new compression errors, or with the old errors if the update is skipped.
 
         Args:
             step: the step that this transfer has reduced.

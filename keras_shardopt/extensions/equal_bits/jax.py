@@ -82,8 +82,8 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        A tuple for the whole batch (gradients; `found_inf`: whether one is not finite; `Step.notes`); the loss; the
-        predictions of all rows; the new values of non-trainable variables; and those of metric variables.
+        Five values for the whole batch: a tuple (gradients, `found_inf` and `notes` of `Step`); the loss; the
+        predictions; the new values of non-trainable variables; and the new values of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
@@ -95,7 +95,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(parts.axis)
-        # Make the number a traced value: XLA would unroll a short loop of constant length and fuse its iterations.
+        # Make the number of parts a traced value. XLA would unroll a loop of constant length, and fuse its iterations.
         num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, parts.each, 0)
         arguments = {"training": True, "optimizer_variables": optimizer_state}
         counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
@@ -126,7 +126,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 @contextlib.contextmanager
 def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """Set the optimizer's variables to `state` in the block, and forbid assignments. Yield the loss scale."""
+    """In the block, the optimizer's variables have the values `state`; assignments raise. Yield the loss scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
         scale = optimizer.scale_loss(1.0)
         with assigning_nothing(OWN_GRADIENTS):
@@ -137,7 +137,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
     """Run the forward passes of each replica on its parts of a batch.
 
     Returns:
-        The last four results of `in_parts`, the loss first. Instead of predictions, the pair (predictions, masks).
+        The loss; the pair (predictions, masks); and the new values of non-trainable and of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     weights, others, metrics = state
@@ -186,7 +186,7 @@ class _Parts:
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Each part adds an equal share to the row count in the metric of a mean loss, even if the part has no rows.
+        # Keras's trackers of mean losses count rows. Each part, even an empty one, counts an equal share of the rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -195,7 +195,7 @@ class _Parts:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """In the block, make this the current part, so losses divide by the number of rows of the whole batch."""
+        """In the block, losses are computed for this part, but divide by the number of rows of the whole batch."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return the values of one part to sum over all parts, and all variables' values after it (None: unchanged)."""
+        """Return the values of a part that are summed over parts, and each variable's new value (None if unchanged)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -288,7 +288,7 @@ class _Parts:
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
         )
-        # Make room for two parts of a batch: XLA would move computations out of a loop with room for only one.
+        # Give the loop arrays for at least two parts. With arrays for one part, XLA moves computations out of the loop.
         num_levels = max(2, each.bit_length())
         if each == 1:
             data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
@@ -354,7 +354,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run the passes part by part. Copy all rows to every device, so that metrics sum them in the same order."""
+        """Run forward and backward pass part by part. Copy all rows to each device, so metrics sum in a fixed order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

@@ -59,7 +59,7 @@ class VirtualReplica(_NoExchange, PartOfBatch):
 
 
 class CountingReplica(_NoExchange, CountingPart):
-    """A part in a first forward pass that only computes the divisors of losses, such as the sum of a mask."""
+    """One part of a batch in a forward pass that only computes the divisors of losses, such as the sum of a mask."""
 
 
 def current_part() -> PartOfBatch | None:
@@ -241,7 +241,7 @@ class SumOfParts(ExtensionStage):
                 f"Received: several updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
         self._next += 1
-        # With one replica, `comm` would declare a part's gradients as already reduced. `part` declares them as local.
+        # With one replica, `comm` would treat the gradients of a part as already reduced. `part` treats them as local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
@@ -263,7 +263,7 @@ class SumOfParts(ExtensionStage):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return a part's gradients (0 if it has no rows), and `found_inf`: a non-finite one's position, or None."""
+        """Return a part's gradients, 0 if the part is empty, and the position of the first non-finite one (or None)."""
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
@@ -274,12 +274,12 @@ class SumOfParts(ExtensionStage):
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of `step` (0 if the part has no rows), and its `found_inf`, as `of_part` does."""
+        """Return the gradients and `found_inf` of `step`. If the part of the batch has no rows, gradients are 0."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """Sum the gradients of `step` over replicas. They are already sums over this replica's parts."""
+        """Sum the gradients of `step` over replicas. On each replica, these are sums over its parts of the batch."""
         if self._reducer is None:
             self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)

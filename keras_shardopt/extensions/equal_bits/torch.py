@@ -90,7 +90,7 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Yield the logs of `step` on each of this rank's parts of a batch. First compute sums that losses divide by."""
+    """Yield the logs of `step` on each of this rank's parts. If needed, first sum the divisors of losses over parts."""
 
     def count() -> list[Any]:
         counts = Subtrees()
@@ -129,7 +129,7 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Run a step only up to its loss, without gradients. The loss adds this part's share to its divisor."""
+    """Run a step without gradients and only up to its loss, because the loss records its divisor for this part."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
@@ -173,7 +173,7 @@ class PartsStep(TrainStep):
 
     @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Run the step on each part of this rank. If other ranks do not make this call, run it once, as Keras does."""
+        """Run the step on each of this rank's parts. If this rank runs alone, run the step once on all rows."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)
@@ -181,7 +181,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Call the function `on_loss`, if set, once. If this pass only computes divisors of losses, end the step."""
+        """Call `on_loss`, if set, after the first loss. End the step here if it only computes divisors of losses."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None
@@ -190,7 +190,7 @@ class PartsStep(TrainStep):
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the update was skipped, so variables were restored to their values before the batch."""
+    """Whether the optimizer skipped the update of this batch, and thus restored the variables."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
@@ -224,8 +224,8 @@ class _State:
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # Each part adds an equal share of the batch's rows to the metric of a mean loss, even if it has no rows. So the
-        # metrics of mean losses are summed over all parts, and other metrics only over parts with rows.
+        # Keras's trackers of mean losses count rows. Each part, even if empty, counts an equal share of the rows. So
+        # these metrics are summed over all parts, but other metrics only over parts with rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -264,7 +264,7 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add a part's metrics and changes to the sums. Without rows (not `counts`), only metrics of mean losses."""
+        """Add a part's metrics and changes to the sums; of a part without rows (not `counts`), only mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]

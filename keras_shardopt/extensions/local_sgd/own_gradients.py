@@ -24,7 +24,7 @@ class OwnGradients(AllReduce):
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
-        # A warm-up has no error feedback, because the stored compression errors are those of weights, not of gradients.
+        # Send gradients of the warm-up without the codec, because its stored errors belong to weights, not gradients.
         super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
         self._stage = stage
 

@@ -37,7 +37,7 @@ class Copies:
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
-        """Save each replica's values of the variables that can differ, and assign the mean over replicas to these."""
+        """Save each replica's values of the variables that can differ. Then assign the mean over replicas to them."""
         if self.is_shown:
             return
         positions = self._stage.unsynced()
@@ -141,8 +141,8 @@ def _counters(stage: Any) -> list[Variable]:
 class Rows:
     """Adds variables with one row per replica, because on JAX all replicas share one copy of each variable.
 
-    Each weight, moving statistic and variable of an inner optimizer gets one, and the trainer updates the rows. The
-    weights of the model keep their values of the last sync step until `show`.
+    Each weight, moving statistic and variable of an inner optimizer gets such a variable. Training steps update its
+    rows. The weights of the model keep their values of the last sync step until `show`.
     """
 
     is_shown = True
@@ -166,13 +166,13 @@ class Rows:
                 for i, v in enumerate(self.of)
             ]
         placement.place(self.stacked, "per_replica")
-        # The model's weights and statistics after the last `show` or `resume`. None: the replicas' rows are outdated.
+        # The model's weights and statistics after the last `show` or `resume`; None if other values were loaded since.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign the mean over replicas to weights and statistics, the largest row to counters, the first to others."""
+        """Assign the mean over replicas to weights and statistics, the maximum to counters, and replica 0's to others."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
@@ -195,14 +195,14 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """If other code has set a variable, copy its value to the rows of all replicas.
+        """Copy the values of variables that other code has set to the rows of all replicas.
 
-        If one weight was set, copy all weights. If rows are outdated (see `forget`), copy all variables.
+        If one weight was set, copy all weights. After `forget`, copy all variables.
         """
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
-        # The weights that the model has had since the last sync step.
+        # The weights are unchanged if they equal the last sync step's reference weights, or the weights in `_seen`.
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]
         is_known = self._has_references and all(map(_is_same, left, now))
         is_known |= not is_stale and all(map(_is_same, self._seen or (), now))

@@ -81,15 +81,13 @@ class LocalUpdates(ExtensionStage):
         self._num_reported: Variable = None
         """`num_skipped_syncs` at the last warning. It is saved, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        # The collectives of the last sync step of each fragment, of averaged statistics, and of a warm-up update.
-
-    # -- variables -----------------------------------------------------------------------------------------------
+        """Lists of collectives: by number, those of a fragment's last sync step; by name, those of other exchanges."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the reference weights and the state of the outer optimizers. Later calls do nothing.
 
         Raises:
-            ValueError: if there are fewer variables than fragments, or a variable cannot be averaged (float8).
+            ValueError: if `fragments` exceeds the number of variables, or a variable cannot be averaged (float8).
         """
         self._check(variables)
         self.fragments = fragments_of([int(np.prod(v.shape)) for v in variables], self.num_fragments)
@@ -140,12 +138,12 @@ class LocalUpdates(ExtensionStage):
     @property
     def skips(self) -> bool:
         """Whether a replica can skip an update that other replicas make, so counters differ between replicas."""
-        # Not cached: `MixedPrecision` skips no updates for bfloat16, and decides this when it creates master weights.
+        # Compute this anew in each call, because the answer of `MixedPrecision` changes when it creates master weights.
         return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
     def restored(self) -> list[Variable]:
-        """The seeds of the model: variables, except moving statistics, that are restored if an update is skipped."""
+        """Variables of the model, such as seeds but not weights or moving statistics, that a skipped update restores."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -160,7 +158,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """All variables that can differ between replicas now. On PyTorch, empty before the first local update."""
+        """All variables that can differ between replicas. On PyTorch, none can before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.replica_state, *self.stacked] if may_differ else []
 
@@ -175,7 +173,7 @@ class LocalUpdates(ExtensionStage):
         return [v for v in optimizer.variables if id(v) not in excluded]
 
     def weights(self) -> list[Variable]:
-        """Return the variables that sync steps average: the trainable variables, or their master weights."""
+        """Return the variables that sync steps average: trainable variables, or master weights in mixed precision."""
         found = list(self._optimizer._trainable_variables)
         for wrapper in [self._optimizer, *descendants(self._optimizer)]:
             if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
@@ -194,7 +192,7 @@ class LocalUpdates(ExtensionStage):
     # -- updates -------------------------------------------------------------------------------------------------
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Set `is_warmup`, then proceed. If the count of updates is a traced tensor, trace both cases as branches."""
+        """Proceed as a warm-up or a local update. If the count of updates is a traced tensor, trace both branches."""
         warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
@@ -223,7 +221,7 @@ class LocalUpdates(ExtensionStage):
             runtime.cond(condition, make_branch(is_warmup), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Update this replica's weights, then average the weights of each fragment with a sync step due now."""
+        """Update this replica's weights. Then average each group of weights (fragment) whose sync step is due."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:
@@ -250,7 +248,7 @@ class LocalUpdates(ExtensionStage):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
             written = [*self._optimizer._written(), *self._synced_statistics]
-            # `row_share` differs between the replicas of one program, so the branch must get it as an operand.
+            # Pass `row_share` to the branch as an operand, because in one program each replica has another value.
             shares = [ops.cast(step.row_share, "float32")] if self._synced_statistics and number == 0 else []
             if shares and updates is not None:  # a replica that skipped its update has weight 0
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
@@ -269,7 +267,7 @@ class LocalUpdates(ExtensionStage):
             self._known_count.note(self.count, count)
 
     def _schedule_syncs(self, count: Any) -> None:
-        """Set `last_syncs`: the first sync steps come after `count` and the warm-up, evenly spaced."""
+        """Set `last_syncs`, so the fragments' first sync steps are evenly spaced after `count` and the warm-up."""
         if isinstance(count, int):
             count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments
@@ -367,7 +365,7 @@ class LocalUpdates(ExtensionStage):
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives of the updates between two sync steps, and their number. In the warm-up: of one.
+        """Return the collectives from one sync step to the next, and the number of updates; in the warm-up, for one.
 
         Args:
             each: the collectives that every update sends.
@@ -381,7 +379,7 @@ class LocalUpdates(ExtensionStage):
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
-        """Return means over the replicas that have finite values and `row_share > 0`. If none has, return `values`."""
+        """Return means over the replicas with finite values and `row_share > 0`; without such replicas, `values`."""
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
@@ -401,7 +399,7 @@ class LocalUpdates(ExtensionStage):
                 reference.assign(reference - mean)
 
     def _set_weight(self, i: int, weight: Variable, reference: Variable) -> None:
-        """Assign the reference to a weight, and to the trained variable if `weight` is its master weight."""
+        """Assign a reference weight to `weight`. If that is a master weight, also assign the trainable variable."""
         weight.assign(ops.cast(ops.convert_to_tensor(reference), dtype_of(weight)))
         if weight.constraint is not None:
             weight.assign(weight.constraint(weight))
@@ -453,7 +451,7 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Restore each replica's weights. If the weights were set after `before_reading`, restart from these."""
+        """Restore each replica's weights. If other code has set weights after `before_reading`, restart from these."""
         if self.count is not None:
             self.replica_values.resume(begins_epoch)
 
@@ -475,7 +473,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores variables after skipped updates. True if they have a row per replica (on JAX)."""
+        """Whether this stage restores variables after skipped updates. True on JAX, for variables with replica rows."""
         return bool(self.stacked)
 
     @property
@@ -504,7 +502,7 @@ class LocalUpdates(ExtensionStage):
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the values of non-trainable and optimizer variables after the step of one replica.
 
-        If the step skipped its update, return the values before it, except of counters. `state` and `result` have the
+        If the step skipped its update, return the earlier values, except for counters. `state` and `result` have the
         order of Keras' training step.
         """
         rollback = self._optimizer._rollback
@@ -536,7 +534,7 @@ _WARMUP = "warmup"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Divide positions into nonempty groups of similar total size: the largest first, each joins the smallest group."""
+    """Divide the indices of `sizes` into nonempty groups of similar total size, by adding large sizes first."""
     groups: list[list[int]] = [[] for _ in range(number)]
     totals = [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

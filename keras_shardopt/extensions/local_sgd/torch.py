@@ -31,7 +31,7 @@ class LocalStep(TrainStep):
                 local.restart()
 
     def end_epoch(self, is_call: bool) -> None:
-        """Average buffers over ranks. In a call of `fit`, also assign the mean over ranks to the weights."""
+        """Average the buffers of `torch.nn` modules over ranks. In `fit`, assign the mean over ranks to the weights."""
         if is_call:
             self._session.look(self._session)
         average(buffers_of(self._session.model), self._session.ranks)

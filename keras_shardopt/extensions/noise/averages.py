@@ -18,7 +18,7 @@ class NoiseAverages:
         self._momentum = momentum
         self._num_parts = self._num_micro_batches = 1
         self._averages: Variable = (0.0, 0.0, 0.0)
-        # With accumulation, sums over micro-batches since the last update: squared norms (one replica only), rows.
+        # With accumulation, two sums over micro-batches: the squared norms (on a single replica), and the row counts.
         self._window: Variable = None
 
     def check(self, optimizer: Any) -> None:
@@ -34,14 +34,14 @@ class NoiseAverages:
         self._num_micro_batches = window or 1
 
     def build(self, add_variable: Callable[..., Variable]) -> None:
-        """Create the variables."""
-        # Averages of $|G|^2$, $S$ and $S b$ (see `GradientNoise`). All start at 0: ratios need no bias correction.
+        """Create the variables that hold the averages."""
+        # Moving averages of $|G|^2$, $S$, $S b$ (see `GradientNoise`). All start at 0, so the biases cancel in ratios.
         self._averages = add_variable(shape=(3,), initializer="zeros", dtype="float32", name="gradient_noise")
         if self._num_micro_batches > 1:
             self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
-        """Add the squared norm and row count of a micro-batch to the sums. If `starts`, set the sums to 0 before."""
+        """Add the squared norm and row count of a micro-batch to two sums. If `starts` is true, begin new sums."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
         self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
@@ -56,10 +56,10 @@ class NoiseAverages:
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 
     def update(self, measured: Sequence[Tensor], mean_square: Tensor) -> None:
-        """Update the moving averages of the estimates from one update's norms.
+        """Update the moving averages with the norms of one update.
 
         Args:
-            measured: results of `GradientNoise.local`: a part's squared norm, whether rows are uneven (> 0), its rows.
+            measured: three means: squared norm of a part's gradient; unevenness of rows (> 0: skip); rows per part.
             mean_square: the squared norm of the mean gradient.
         """
         (mean, uneven, rows), parts = measured, self._num_parts
@@ -69,7 +69,7 @@ class NoiseAverages:
         self._averages.assign(before + ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before)))
 
     def in_parts(self) -> float:
-        """Return the noise scale in parts of a batch. NaN for one part, or if the estimate of $|G|^2$ is not > 0."""
+        """Return the noise scale in parts of a batch; NaN with one part, or if the estimate of $|G|^2$ is not > 0."""
         return self._ratios()[0]
 
     def in_batches(self) -> float:

@@ -100,7 +100,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """Pack one part per replica of this process. Return the packed parts, and a key by which `unpacked` finds `spec`."""
+    """Pack one part per replica of this process. Return the packed parts, and the key under which `spec` is stored."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)

@@ -16,13 +16,13 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# A divided dataset's element is a dict with the flat tensors of a batch under a key. Here, by key, their nesting.
+# An element of a divided dataset is a dict: a key and the flat tensors of a batch. `_SPECS[key]` is their nesting.
 _SPECS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts of a batch. If these are empty, one other row: a model needs one to run."""
+    """The rows of one replica's parts of a batch. A replica without rows gets one other row, because models need one."""
 
     batch: Any
     all_rows: tf.Tensor

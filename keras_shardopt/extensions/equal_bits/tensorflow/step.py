@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function` with each of `places` as arguments. Return the total of all "sums", and the list of results."""
+    """Call `function(*place)` for each part of the batch. Return the total of the results' "sums", and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -223,7 +223,7 @@ class _Work:
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Each part adds an equal share to the row count in the metric of a mean loss, even if the part has no rows.
+            # Keras's trackers of mean losses count rows. Each part, even if empty, counts an equal share of the rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -249,7 +249,7 @@ class _Work:
 
     @contextlib.contextmanager
     def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
-        """Begin a part in the block: set its initial values of variables, its random numbers, and its share of losses.
+        """In the block, run one part: set initial values of variables, random numbers, and the divisors of losses.
 
         Yields:
             The scope that records assignments; the values at the start, by `id` of the variable; the rows of the part.
@@ -294,7 +294,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Keep only variables that the step assigned. Raise ValueError if parts cannot be combined for one of them."""
+        """Keep only variables that the step assigned. Raise ValueError if the parts' values cannot be combined."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
@@ -377,7 +377,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 class _CallOptions:
-    """Cached options for calls of TensorFlow functions: the usual ones, and those without rewriting (`modified`)."""
+    """A cache of TensorFlow's options for function calls: the usual options, and those without graph rewriting."""
 
     default: Any = None
     modified: Any = None
