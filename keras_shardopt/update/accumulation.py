@@ -21,11 +21,11 @@ from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
-# Backends that can divide a variable among devices.
+# JAX only, because only there a `keras.distribution` can divide a variable among devices.
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _NONE_YET = float("-inf")
-"""Marks "no value yet" for variables with `overwrite_with_gradient`, which take the maximum of micro-batches."""
+"""Initial value for variables whose "gradient" is their next value (float8 scales): they take the maximum of values."""
 
 
 class Accumulation(Stage):
@@ -42,7 +42,7 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # How the latest gradients arrived, if DDP has already reduced them. It cannot be detected from their mean.
+        # How the gradients of the latest micro-batch arrived, if DDP has already reduced them. Sums do not show this.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
@@ -59,8 +59,8 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Positions of variables in this window: received by `apply`, with a gradient, and in the last micro-batch. In
-        # traced steps the first two sets only grow, because Python runs once per trace, not once per micro-batch.
+        # Indices of the variables that `apply` received in this window, of those with a gradient, and of those in the
+        # last micro-batch. In traced steps, the first two sets only grow, because Python runs once per trace.
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
@@ -96,7 +96,7 @@ class Accumulation(Stage):
         if self._counts_rows:
             self._share = add_variable(shape=(), initializer="zeros", dtype="float32", name="accumulated_share")
         for i, variable in enumerate(variables):
-            # Sums in half precision would lose digits that a larger batch keeps.
+            # Sum half-precision gradients in float32. Sums in half precision would lose digits.
             dtype = dtype_of(variable)
             dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
             layout = None if _layouts is None else _layouts.layout_of(variable)
@@ -132,7 +132,7 @@ class Accumulation(Stage):
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
         if self.ends_next and self._context.has_finished:
-            # The backward pass of the last micro-batch has already reduced the mean gradients of all micro-batches.
+            # The last backward pass has already reduced the mean gradients of all micro-batches, so do not add them.
             self.starts, self.is_complete = self._count_up()
             self._ends = None
             proceed(step.replace(weight=1.0, row_share=1.0))
@@ -156,7 +156,7 @@ class Accumulation(Stage):
         runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
-        """Multiply gradients by `Step.weight` (by 0 if this replica has no rows). Reduced gradients stay unchanged."""
+        """Multiply this replica's gradients by `Step.weight`, or by 0 without rows. Do not change reduced gradients."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # already reduced over replicas
@@ -238,7 +238,9 @@ class Accumulation(Stage):
         return version is not None and version == self._version and self._count + 1 == self.num_steps
 
     def mean_with(self, counts: bool) -> Callable[[int, Tensor | None], Tensor | None]:
-        """Return a function `(variable's position, last gradient or None)` -> this replica's mean over micro-batches.
+        """Return a function that computes a variable's mean gradient over micro-batches, including the last gradient.
+
+        The function takes the variable's position and this last gradient, or None.
 
         Args:
             counts: bool. Whether this replica has rows in the last micro-batch.
@@ -300,7 +302,7 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # In a compiled step, perhaps no micro-batch has a next value. Then the variable keeps its value.
+            # If no micro-batch of a compiled step had a value for this variable, the variable keeps its present value.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 

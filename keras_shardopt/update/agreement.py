@@ -46,7 +46,7 @@ def described(optimizer: Optimizer, variables: Sequence[Variable]) -> Descriptio
         dtype = keras.backend.standardize_dtype(variable.dtype)
         found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
     paths = dict(zip(map(_path, variables), names))
-    # The learning rate is a variable; reading it must stay outside a traced step.
+    # Leave a traced step, because the learning rate is a variable and its value must be read now.
     with runtime.init_scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras warns of functions in configs, but these configs are never loaded
         _describe(optimizer, found, paths)
@@ -87,7 +87,7 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
     differing = [entry for entry in entries if len({theirs.get(entry) for theirs in all_descriptions}) > 1]
     if not differing:
         differing, all_descriptions = ["order"], [{"order": repr(list(theirs))} for theirs in all_descriptions]
-    # If a variable (or layer) is missing or moved, all later ones differ too. So name only the first that differs.
+    # One missing or moved variable makes all later variables differ too, so name only the first. The same for layers.
     variables = [entry for entry in differing if entry.startswith(_VARIABLE)]
     layers = [entry for entry in differing if entry.startswith(_LAYER)]
     named = [entry for entry in differing if entry not in (*variables[1:], *layers[1:])]

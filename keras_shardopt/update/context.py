@@ -57,7 +57,7 @@ class StageContext:
         return variables
 
     def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the positions of these variables in `trainable`. Before `build`, assume 0, 1, ...: all, in order."""
+        """Return the indices of these variables in `trainable`. Before `build`, assume that these are all variables."""
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
@@ -92,7 +92,7 @@ class StageContext:
         return list(self._optimizer._written())
 
     def arrives(self, step: Step) -> GradientState:
-        """Return how the gradients of a step arrive: not reduced yet, or already reduced over replicas."""
+        """Return how the gradients of a step arrive, for example not reduced yet, or already reduced over replicas."""
         state: GradientState = self._optimizer.state_finder.find(step, self.communicator())
         return state
 

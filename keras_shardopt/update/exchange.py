@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Fill in the largest next value of all replicas for variables with `overwrite_with_gradient`. Call this last."""
+    """Return `reduced` with maxima over replicas for variables whose "gradient" is their next value (float8 scales)."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -57,7 +57,7 @@ def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members
 def _sums(
     reduction: Reduction, plain: Sequence[int], transfer: Transfer, members: Communicator
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Return the reduced gradients at the positions `plain`, some of them None, and the reduced nonfinite flags."""
+    """Return the reduced gradients of the variables at the indices `plain`, and the reduced nonfinite flags."""
     grads, variables = [reduction.grads[i] for i in plain], [reduction.variables[i] for i in plain]
     make_flags = reduction.nonfinite_flags
     nonfinite_flags = None if make_flags is None or not plain else make_flags(dtype_of(variables[0]))
@@ -73,7 +73,8 @@ def _sums(
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], nonfinite_flags
-    # Replicas of a group can detect another group's error in different steps. A flag makes them raise together.
+    # Replicas of a group can detect an error of another group in different steps. So they exchange a flag with the
+    # gradients, and raise in the same step.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
     has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.has_new_failure()

@@ -118,13 +118,13 @@ class ExtensionStage(Stage):
     """The stage's variables that optimizer files contain."""
 
     replica_state: Sequence[Variable] = ()
-    """Optimizer state that each replica updates separately. Once values can differ, it is in `_replica_state` too."""
+    """Optimizer state that each replica updates separately. `_replica_state` has it once values can really differ."""
 
     weights_differ: bool = False
     """Whether replicas have different weights now, as between two averages of local SGD."""
 
     restores_skipped_updates: bool = False
-    """Whether the stage, not `Rollback.settled`, restores moving statistics after skipped updates."""
+    """Whether this stage restores moving statistics after skipped updates. By default, the optimizer restores them."""
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""
@@ -133,7 +133,7 @@ class ExtensionStage(Stage):
         """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives that run with this stage, and the number `n` if they run once per `n` updates.
+        """Return the collectives that this optimizer runs in a period of updates, and the number of these updates.
 
         Args:
             collectives: the collectives of each update without this stage.

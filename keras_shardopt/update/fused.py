@@ -31,14 +31,14 @@ class FusedUpdate(Stage):
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Find the innermost optimizers, because only these have an update rule."""
-        # Fused kernels round the last elements of an array differently, and slices depend on the number of replicas.
-        # So if results must not depend on that number, kernels must reproduce Keras' arithmetic.
+        # Fused kernels round the last elements of an array differently. With `shard_state`, arrays are slices, and the
+        # number of replicas decides where they end. If results must not depend on it, reproduce Keras' arithmetic.
         optimizer = self._context.optimizer
         varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extension_stages)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Inside another wrapper, always use the kernel: it also multiplies gradients by the wrapper's factor.
+            # Between `CrossShard` and this optimizer is a wrapper. The kernel also multiplies gradients by its factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 
@@ -47,7 +47,7 @@ class FusedUpdate(Stage):
 
     def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:
         """Call `update(*args)`, with kernels in place of the optimizers' update rules if possible."""
-        # In traced steps, optimizers whose results must equal Keras' bitwise run Keras' code.
+        # In a traced step, use Keras' code for each optimizer whose results must be bitwise identical to Keras'.
         is_concrete = not self._innermost or runtime.is_concrete(grads)
         chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]
         if _kernels is not None and any(_kernels.is_elementwise(leaf) for leaf, _ in chosen):
@@ -57,7 +57,7 @@ class FusedUpdate(Stage):
 
 
 def _leaves(optimizer: Optimizer, exactly: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield each innermost optimizer, and whether `exactly` is set or a wrapper around it has `fused=False`."""
+    """Yield each innermost optimizer, and whether its results must equal Keras' bitwise (also for `fused=False`)."""
     exactly = exactly or (isinstance(optimizer, HasOptions) and optimizer._options.speed.fused is False)
     inside = children(optimizer)
     if not inside:

@@ -16,7 +16,7 @@ _GLOBAL_ADVICE = (
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
 )
 _GROUPS_ADVICE = (
-    # One program with replicated weights cannot hold weights that differ between groups.
+    # In one program, all replicas share the weights, so weights cannot differ between groups.
     "Groups train different weights. On JAX, `model.fit` has one copy of the weights for all replicas, so use a custom "
     "training loop inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`. "
     "On PyTorch, train without `DistributedDataParallel`."
@@ -98,7 +98,8 @@ class GradientStateFinder:
         state = comm.gradient_state(step.grads, step.variables)
         is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
-            # TensorFlow detects divided losses only while it traces, so assume that this loss is still divided.
+            # TensorFlow detects divided losses only while it traces them. If nothing was traced in this step, assume
+            # that the loss is divided as before.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self._last = state
         for doubt in doubts:

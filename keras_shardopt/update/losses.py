@@ -36,9 +36,9 @@ _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losse
 
 
 def share_losses(model: Any) -> None:
-    """Make `model` compute the loss of the whole batch inside `batch_shared()`.
+    """Make losses and their metrics in `model` cover the global batch, in training steps on several replicas.
 
-    Call it once the model is compiled and its losses are built. Repeated calls are harmless.
+    Such a step runs inside `batch_shared()`. Call this function after `compile`. Repeated calls are harmless.
     """
     install("losses")
     for tracker in mean_losses(model):
@@ -62,7 +62,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Tensor:
-    """Replace `reduce_weighted_values` of Keras: divide by the totals of all replicas."""
+    """Replaces Keras's function that reduces loss values to a scalar: divide by the totals of all replicas."""
     part = current_share()
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
@@ -77,7 +77,7 @@ def _reduce_weighted_values(
                 f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Return one value per row, or "
                 "use a batch size that is a multiple of the number of replicas."
             )
-        # The loss has no values per row, so assume that it is the mean over the rows of this part.
+        # The loss is a scalar without values per row, so assume that it is the mean over this replica's rows.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         # A custom loss can drop values. Their number then equals the number of rows only by chance, on some replicas.
@@ -101,10 +101,10 @@ def _loss_of_whole_batch(
     part: BatchShare,
     is_by_row: bool,
 ) -> Tensor:
-    r"""Return the sum over this part, divided by the count of all parts, for the loss of the whole batch.
+    r"""Return this replica's share of the loss of the whole batch: its sum, divided by the count of all replicas.
 
-    Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this part, $\Sigma$
-    over all parts. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
+    Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this replica,
+    $\Sigma$ over all. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
 
     - 1 for "sum",
     - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the
@@ -162,13 +162,13 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether `values` has one entry per row of this part. Assumed if the number of rows is a tensor."""
+    """Whether `values` has one entry per row of this replica. If the row count is a tensor, assume so."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
 
 def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
-    """Return the number of values in all parts, if each row has equally many."""
+    """Return the number of values on all replicas, if each row has equally many."""
     if isinstance(part.rows_here, int):
         return part.global_batch_size * math.prod(values.shape[1:])
     return ops.cast(part.global_batch_size, dtype) * (_size(values, part, dtype) / ops.cast(part.rows_here, dtype))
@@ -195,8 +195,8 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
             value = _dividing.divided(value)  # Keras has multiplied the value by N, to undo its division of losses
-        # On TensorFlow, Keras passes None for the losses of several outputs (since Keras 3.16 only if a trace has an
-        # unknown number of rows). Each batch then has weight 1 regardless of its rows.
+        # Without `sample_weight`, each batch has weight 1 in the metric, regardless of its rows. Keras does this on
+        # TensorFlow for the losses of several outputs (since Keras 3.16 only if a trace has an unknown row count).
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 

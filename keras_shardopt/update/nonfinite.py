@@ -70,14 +70,14 @@ class SkipNonFinite(Stage):
         return step.replace(found_inf=first_not_finite(step.grads, step.variables))
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Skip and count a nonfinite update, and record its source."""
+        """Skip and count an update with nonfinite gradients. Record the replica and the variable."""
         found_inf = step.found_inf
         assert found_inf is not None
         if isinstance(found_inf, tuple):  # this is `ALL_FINITE`
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        # Map indices in the step to positions in the optimizer. `UNKNOWN` is -1, so it selects the last entry.
+        # Convert an index among the step's variables to one among the optimizer's. `UNKNOWN` (-1) stays `UNKNOWN`.
         positions = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
         source = ops.stack([found_inf[1], ops.take(positions, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
@@ -88,15 +88,13 @@ class SkipNonFinite(Stage):
         updates_differ = self._context.updates_differ
         proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, updates_differ)
 
-    # -- reports -----------------------------------------------------------------------------------------------------
-
     def last(self) -> tuple[int, int]:
         """Return the replica and the variable's position of the last nonfinite gradient; either may be `UNKNOWN`."""
         replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more than `before` updates were skipped. Waits until `after` are assigned."""
+        """Raise FloatingPointError if more than `before` updates were skipped, once variables `after` are assigned."""
         # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
@@ -193,7 +191,7 @@ def fail_among_all(replicas: Communicator) -> None:
 
 
 _FAILS = 2.0
-"""Sent in place of `has_nan` (0 or 1) by a replica that is about to raise an error."""
+"""A replica that is about to raise an error sends this number, where other replicas send 0 or 1 for "has a NaN"."""
 
 
 def move_and_check(
@@ -242,7 +240,7 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `found_inf` without flags, from two indices (from 1): of a nonfinite sum, and of an own gradient."""
+    """Return `found_inf` from two indices, from 1: of a nonfinite reduced gradient, and of one of this replica."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])

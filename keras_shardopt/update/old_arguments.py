@@ -72,7 +72,7 @@ def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
 
 
 def in_spelling_of(optimizer: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert objects back to old arguments if the constructor of a user's subclass has such parameters."""
+    """Return arguments for a user's subclass `optimizer`: old arguments, not objects, if its constructor has these."""
     names = inspect.signature(optimizer).parameters.keys()
     found = {**arguments, "extensions": list(arguments["extensions"])}
     for kind in KINDS:

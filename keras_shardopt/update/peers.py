@@ -23,7 +23,7 @@ class Peers:
 
     Args:
         optimizer: the `CrossShard`.
-        members: maps the communicator of all replicas to that of this replica's group.
+        members: a function that takes the communicator of all replicas and returns that of this replica's group.
     """
 
     def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:
@@ -53,7 +53,7 @@ class Peers:
         """Check that these replicas can train together. Before the first update, give them equal weights and state.
 
         Returns:
-            The factor for this replica's first gradients (see `broadcast_state`): 0 if they are of replaced weights.
+            The factor for this replica's first gradients. It is 0 if the weights of these gradients were replaced.
 
         Raises:
             ValueError: on every replica, if their optimizers or variables differ.
@@ -73,7 +73,7 @@ class Peers:
         return factor
 
     def connected_ranks(self) -> Communicator | None:
-        """Return the ranks of `started` if their process group is still the current one; None otherwise."""
+        """Return the communicator in `started`, if its process group is still open and the current one; or None."""
         if self.started is None:
             return None
         try:

@@ -34,7 +34,7 @@ class Reducer(Protocol):
     """Encodes and sends gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Handle a loss before its backward pass. `row_share` is `Step.row_share` of this replica."""
+        """Called with each loss before its backward pass, to send gradients during that pass. See `Step.row_share`."""
 
     @property
     def has_finished(self) -> bool:
@@ -131,7 +131,7 @@ class Pipeline:
         self._collect(step)
 
     def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Run `update(grads, variables)` without a `Step`. Call it only if `is_idle` and nothing must be reduced."""
+        """Run `update(grads, variables)` directly, if no stage processes gradients and nothing must be reduced."""
         if self._fused is None:
             update(grads, variables)
         else:
@@ -156,7 +156,7 @@ class Pipeline:
 
     @property
     def carried(self) -> list[Variable]:
-        """The variables with values for the next reduction, such as coding errors (`Transport.carried`)."""
+        """The variables with values for the next reduction, such as compression errors (`Transport.carried`)."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
@@ -166,7 +166,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
-        """Make `CrossShard.update_inner` skip the reduction and continue with `step`, a result of `reduce`."""
+        """In the block, `CrossShard` skips the reduction, because a trainer has called `reduce`, with result `step`."""
         self._count_resumed(1)
         token = _resumed.set(step)
         try:
@@ -186,7 +186,7 @@ class Pipeline:
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Select the values of `carried` (such as coding errors) from those of all variables of an optimizer."""
+        """Return the entries of `values` that belong to `carried`, given the `values` of an optimizer's `variables`."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

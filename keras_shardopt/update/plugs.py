@@ -18,11 +18,11 @@ class Plug:
     """Converts the user's value to a serializable object, or raises ValueError."""
 
     transport: Callable[[Any, Any], Any]
-    """`(object, context)` -> the `Transport`, which sends an optimizer's gradients."""
+    """Returns the `Transport`, which sends gradients, for the object and the `StageContext` of an optimizer."""
 
 
 class Place(enum.IntEnum):
-    """The order of stages, outermost first. At the same place, built-in stages come before those of extensions."""
+    """When a stage of `CrossShard` processes a step. At the same place, built-in stages come before extensions."""
 
     OUTERMOST = 0
     WINDOW = 1  # gradient accumulation, local SGD

@@ -35,7 +35,7 @@ from keras_shardopt.update.transport import Transfer, Transport, transport_of
 # Backends that can reduce gradients during the backward pass.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
-# Backends that allocate memory for sending gradients.
+# PyTorch only: predicts the memory of the buckets in which gradients are sent.
 _bytes = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
 
 
@@ -72,11 +72,11 @@ class AllReduce:
         return False
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return two numbers of bytes: of this replica's slices of gradients in buckets, and of memory for sending."""
+        """Return the bytes that PyTorch's buckets will need: for this replica's gradient slices, and for sending."""
         return 0, 0
 
     def members(self, comm: Communicator) -> Communicator:
-        """Return the replicas of this replica's group. `check_groups` must run first."""
+        """Return the communicator of this replica's group; without groups, the communicator of all replicas."""
         groups = self._options.group_assignment
         return comm if groups is None else comm.split(groups)
 
@@ -112,7 +112,7 @@ class AllReduce:
     def finish(self, comm: Communicator) -> None:
         """Send zeros and the flag that this replica has ended training, so other replicas do not wait for it."""
         members, variables = self.members(comm), self._context.trainable
-        # Next values (`overwrite_with_gradient`) need a second collective, and this function runs only one.
+        # Variables with `overwrite_with_gradient` (float8) need a second collective, and this function runs only one.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
@@ -296,5 +296,5 @@ def reducer_of(
 
 
 def whole_reducer_of(reducer: Any) -> Any:
-    """Return a reducer that sends after the backward pass, so stages can process local gradients."""
+    """Return the part of `reducer` that sends after the backward pass, so stages can first process gradients."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

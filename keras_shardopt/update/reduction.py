@@ -32,7 +32,7 @@ class Reduction:
     """One replica's input to the reduction of one update."""
 
     grads: Gradients
-    """One tensor or None per variable: this replica's gradient, or the next value with `overwrite_with_gradient`."""
+    """One tensor or None per variable: this replica's gradient. For float8 scales, it is instead the next value."""
 
     variables: Sequence[Variable]
     """The variables of `grads`, the same on all processes. These include variables of frozen layers."""
@@ -45,7 +45,7 @@ class Reduction:
     """The factor by which the sums or means are multiplied."""
 
     is_whole: bool = True
-    """Whether each gradient is that of the replica's mean loss, not yet divided by the number of replicas."""
+    """Whether gradients are not yet divided by the number of replicas: they are of the replica's mean loss."""
 
     trained: Sequence[bool] | None = None
     """For each variable, whether this replica trains it; None if it trains all."""
@@ -63,7 +63,7 @@ class Reduction:
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     own: Sequence[Tensor] | None = None
-    """Values kept from the last reduction (`Step.own`), such as coding errors; None to read them from variables."""
+    """Values kept from the last reduction, such as compression errors; None to read them from variables."""
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
@@ -105,12 +105,12 @@ class Reduction:
         return dataclasses.replace(self, **changes)
 
     def unpack(self, grads: Gradients, found_inf: Tensor | None, step: Step) -> Step:
-        """Return the step with reduced gradients, without the variables that only other replicas train."""
+        """Return `step` with the reduced `grads`, but only those of the variables that this replica trains."""
         if self.trained is not None:
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
             if found_inf is not None:
-                # Map positions in the optimizer to indices in the step. `UNKNOWN` is -1, so it selects the last entry.
+                # Convert an index among the optimizer's variables to one among the step's; -1 (`UNKNOWN`) stays -1.
                 indices = [UNKNOWN] * (len(self.variables) + 1)
                 for index, position in enumerate(positions):
                     indices[position] = index

@@ -18,7 +18,7 @@ class AlongAxes(Transfer):
     """Reduces some gradients to slices, one per replica, and returns all other tensors whole.
 
     Args:
-        transfer: the transfer of undivided gradients. This class uses its method `left` and its communicator.
+        transfer: the transfer that would reduce whole gradients. Its communicator runs the collectives.
         axes: maps a variable's position to the dimension along which its gradient is divided.
     """
 

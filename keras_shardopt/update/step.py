@@ -62,7 +62,7 @@ class Step:
     """For each gradient, the dimension along which the reduction divides it among replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """Values that this replica passes from one reduction to the next, such as coding errors (`Transport.carried`).
+    """Values that this replica passes from one reduction to the next, such as compression errors.
     Before the reduction: the old values, or None to read the variables. After the reduction: the new values."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)

@@ -28,7 +28,7 @@ class BatchShare:
     """The replicas that share the batch."""
 
     losses_are_divided: bool = False
-    """Whether the gradients of the replicas will be summed (`LOCAL_PRESCALED`) rather than averaged."""
+    """Whether losses are divided by the number of replicas, because gradients will be summed, not averaged."""
 
     ends_early: bool = False
     """Whether padding rows can follow the first `local_batch_size` rows."""
@@ -81,7 +81,7 @@ def _count_parts(change: int) -> None:
 
 
 def current_share() -> BatchShare | None:
-    """Return the part of the innermost `batch_shared`, or None outside one."""
+    """Return this replica's part of the global batch, as set by the innermost `batch_shared`; None outside one."""
     # Check the count first, because each read of a context variable splits the graph of torch.compile.
     return _part.get() if _num_parts_open else None
 
@@ -105,6 +105,6 @@ def joins_uneven_inputs() -> bool:
 
 
 def row_share() -> Any:
-    """Return `BatchShare.row_share` of the current part; 1.0 outside `batch_shared`."""
+    """Return this replica's number of rows, divided by the mean number per replica; 1.0 outside `batch_shared`."""
     part = current_share()
     return 1.0 if part is None else part.row_share

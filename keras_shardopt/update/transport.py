@@ -69,7 +69,7 @@ class Transfer:
         return own, None if along is None else own[length:]
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the step with new coding errors (`Transport.carried`) in `own`; the old ones if the update is skipped.
+        """Return the step with new compression errors in `own`, or with the old errors if the update is skipped.
 
         Args:
             step: the reduced step.
@@ -98,7 +98,7 @@ class Transport:
     def carried(self) -> Mapping[str, Sequence[Variable]]:
         """The variables that keep values for the next reduction, by their name in backups.
 
-        Values differ between replicas. For example, the errors of a lossy code are added to the next gradients.
+        Values differ between replicas. For example, compression errors are added to the next gradients.
         """
         return {}
 
@@ -109,10 +109,10 @@ class Transport:
         """Create the variables of the transport when the optimizer is built."""
 
     def reset(self) -> None:
-        """Discard the values of `carried`, such as coding errors, because state was loaded."""
+        """Discard the values of `carried`, such as compression errors, because state was loaded."""
 
     def stack(self) -> None:
-        """If one program runs all replicas, stack their coding errors (`carried`) along a first dimension."""
+        """If one program runs all replicas, stack their values of `carried` along a first dimension."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
         """Return the `Transfer` for one reduction among the replicas of `comm`.
@@ -124,7 +124,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the new coding errors in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
+        """Assign the new values in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

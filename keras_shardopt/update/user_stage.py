@@ -49,7 +49,7 @@ class UserStage(Stage):
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Build the stage, and record this optimizer as its owner."""
-        # Store ids, not objects: a copied stage has another id than the one in its `_owner`, so it may be built again.
+        # Store ids, not objects. A copy of a stage has another id, so the copy may belong to another optimizer.
         owner = (id(self._stage), id(self))
         previous = vars(self._stage).get("_owner", owner)
         if previous[0] == owner[0] and previous != owner:
@@ -104,7 +104,7 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor to remove from this replica's gradients: loss scale, share of rows, number of replicas."""
+        """Return the factor in this replica's gradients, relative to those of its mean loss, such as the loss scale."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
@@ -127,7 +127,8 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # Compare the update counter, because only the wrapped loss scaling detects overflows in other replicas' slices.
+        # The update was skipped if it left the counter unchanged. With slices, only the wrapped loss scaling decides
+        # this, because it combines the checks of all replicas.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
@@ -195,7 +196,7 @@ class UserStage(Stage):
 
 
 def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
-    """Scale the result `after` of a user's stage, which received the unscaled step `own`, to the units of `step`."""
+    """Return `after`, the result of a user's stage, with gradients scaled by `unit`, as in `step` before the stage."""
     is_same = after.grads is own.grads
     return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 

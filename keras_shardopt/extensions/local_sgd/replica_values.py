@@ -172,7 +172,7 @@ class Rows:
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign the mean over replicas to weights and statistics, the maximum to counters, and replica 0's to others."""
+        """Assign means over replicas to weights and statistics, maxima to counters, and replica 0's value to others."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()

@@ -143,7 +143,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restored(self) -> list[Variable]:
-        """Variables of the model, such as seeds but not weights or moving statistics, that a skipped update restores."""
+        """Variables of the model that a skipped update restores, such as seeds, but not moving statistics."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -188,8 +188,6 @@ class LocalUpdates(ExtensionStage):
                 kept.update(zip(map(id, leaf._trainable_variables), leaf._model_variables_moving_average))
         weights = self.weights()
         return [kept[id(weights[i])] for i in positions if id(weights[i]) in kept]
-
-    # -- updates -------------------------------------------------------------------------------------------------
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Proceed as a warm-up or a local update. If the count of updates is a traced tensor, trace both branches."""
@@ -284,8 +282,6 @@ class LocalUpdates(ExtensionStage):
         for reference, weight in zip(self.references, self.weights()):
             # Copy, because a JAX step cannot take (donate) the buffer of one array for two variables.
             reference.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), reference.dtype)))
-
-    # -- sync steps ----------------------------------------------------------------------------------------------
 
     def _recorded_sync(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
         with recording() as self._sent[number]:
@@ -415,8 +411,6 @@ class LocalUpdates(ExtensionStage):
             if keras.backend.is_float_dtype(variable.dtype):
                 value = ops.convert_to_tensor(variable)
                 variable.assign(ops.where(ops.isfinite(value), value, ops.zeros_like(value)))
-
-    # -- weights between sync steps ------------------------------------------------------------------------------
 
     @property
     def weights_differ(self) -> bool:  # type: ignore[override]

@@ -22,7 +22,7 @@ _SPECS: dict[str, Any] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts of a batch. A replica without rows gets one other row, because models need one."""
+    """The rows of one replica's parts of a batch. A replica without rows gets one other row: a model must have one."""
 
     batch: Any
     all_rows: tf.Tensor
