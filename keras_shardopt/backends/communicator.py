@@ -21,13 +21,13 @@ class GradientState(enum.Enum):
     """Whether gradients have been summed or averaged over replicas when they reach the optimizer."""
 
     LOCAL = "local"
-    """Each replica holds the gradient of its mean loss. An all-reduce "mean" gives the mean over replicas."""
+    """Each replica holds the gradient of its own mean loss. An all-reduce "mean" gives the mean over replicas."""
 
     LOCAL_PRESCALED = "prescaled"
-    """Each replica's loss was divided by the number of replicas. An all-reduce "sum" gives the mean over replicas."""
+    """Each loss was divided by the number of replicas, so an all-reduce "sum" gives the mean over replicas."""
 
     SUMMED = "summed"
-    """Every replica holds the sum of all replicas' gradients. Divide it by their number for the mean over replicas."""
+    """Every replica holds the sum of all replicas' gradients. Divided by the number of replicas, it is their mean."""
 
     GLOBAL = "global"
     """Every replica already holds the mean of all replicas' gradients."""
@@ -116,7 +116,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate the replicas' flat tensors in the order of their ids."""
+        """Concatenate the flat tensors of all replicas, ordered by replica id."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Return this replica's slice of each sum or mean over replicas.
@@ -159,9 +159,9 @@ class SingleReplica(Communicator):
 
 
 class GlobalView(Communicator):
-    """Several replicas that one program computes together, so gradients are already global. Collectives raise an error.
+    """Several replicas that one program computes together, so each gradient is already the mean over replicas.
 
-    `place` completes the error message, for example "under a `keras.distribution`".
+    Collectives raise an error. `place` completes its message, for example "under a `keras.distribution`".
     """
 
     replica_id = 0
@@ -194,8 +194,8 @@ _MIN_BUCKET_BYTES = 2**20
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
     """Return the size limit of a bucket, a group of gradients that are sent together. `num_bytes` is the size of all.
 
-    The limit is `bucket_bytes`. If that would give fewer than four buckets, it is a quarter of `num_bytes`, but at
-    least 1 MiB. With several buckets, all except the last can be sent before the backward pass ends.
+    The limit is `bucket_bytes`. If that would give fewer than four buckets, the limit is a quarter of `num_bytes`, but
+    at least 1 MiB. With several buckets, all except the last can be sent before the backward pass ends.
     """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 

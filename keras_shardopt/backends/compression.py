@@ -1,4 +1,4 @@
-"""Reductions in half precision."""
+"""Sends gradients and other tensors in half precision when they are reduced over replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class Compressed(Communicator):
-    """Wraps a communicator to send float32 and float64 as `dtype`, "float16" or "bfloat16", in sums and means.
+    """Wraps a communicator, so sums and means send float32 and float64 tensors as `dtype` ("float16" or "bfloat16").
 
     With `divides`, each replica divides its tensor by the number of replicas before sending. The sum then overflows
     only if the mean does.
@@ -63,7 +63,7 @@ class Compressed(Communicator):
 
 
 def dtype_sent(dtype: str, compression: str | None) -> str:
-    """Return the dtype in which a tensor is sent: `compression` for float32 and float64, otherwise its own."""
+    """Return the dtype in which a tensor is sent: `compression` for float32 and float64, `dtype` for other dtypes."""
     return compression if compression is not None and dtype in ("float32", "float64") else dtype
 
 

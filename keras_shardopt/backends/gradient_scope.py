@@ -28,7 +28,7 @@ class GradientScope:
 
     @property
     def holds_slices(self) -> bool:
-        """Whether gradients are only this replica's slices. A norm must then be computed over all replicas."""
+        """Whether this replica has only its slices of the gradients. A norm must then be computed over all replicas."""
         return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
 
     @holds_slices.setter
@@ -53,8 +53,8 @@ class GradientScope:
     def reduced(self) -> Iterator[None]:
         """Mark gradients in this scope as reduced during the block.
 
-        The scope counts open blocks instead of setting a flag. Under MirroredStrategy, each replica opens the block in
-        another thread, and the last thread to leave must end it.
+        The scope counts open blocks instead of setting a flag, because under MirroredStrategy each replica opens the
+        block in its own thread. The mark must last until all replicas have left the block.
         """
         self._enter(1)
         try:
@@ -63,7 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to nested optimizers, outermost first, up to a `CrossShard`, which gives them its scope."""
+        """Assign this scope to nested optimizers, outermost first. Stop at a `CrossShard`, which has its own scope."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self

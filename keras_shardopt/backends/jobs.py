@@ -21,7 +21,7 @@ _BACKENDS = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": ("jax", "JAX"),
     "TF_CONFIG": ("tensorflow", "TensorFlow"),
 }
-"""The variables that hold the number of processes in a job, each with the backend and framework that read it."""
+"""Environment variables for the number of processes in a job, with the backend and framework that read each of them."""
 
 _OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
 _COMMANDS = (
@@ -51,7 +51,7 @@ class Task:
 
     local_rank: int
     hosts: Sequence[str]
-    """The machine of each copy. Only that of the first copy, or none, if the command does not name the others."""
+    """The machine of each copy. The list is shorter if the command names only the first machine, or none."""
 
     port: int
     """The first of the `size` successive ports that this job uses on each machine."""
@@ -73,7 +73,7 @@ class Task:
 
 
 def started_by() -> Task | None:
-    """Return this process's index among the copies of its program, and more. None for a single copy."""
+    """Return the index of this process among the copies of its program, and their machines. None for a single copy."""
     found = [row for row in _COMMANDS if _number(row[1]) > 1 and (row[0] != "srun" or _is_step())]
     if not found:
         return None
@@ -131,7 +131,7 @@ def _number(variable: str, default: int = 0) -> int:
 
 
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
-    """Return the machines of all tasks of this SLURM step, or of the first, and the number of tasks on this machine."""
+    """Return the machine of each task of this SLURM step, or only the first, and the number of tasks on this machine."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     counts = _tasks_per_node()
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
@@ -202,7 +202,7 @@ def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
 
 
 def alone() -> dict[str, str]:
-    """Return the environment variables of this process, without those that make it part of a job."""
+    """Return the environment variables of this process, without the variables that make a process part of a job."""
     of_jobs = {*_BACKENDS, *(row[1] for row in _COMMANDS)}
     found = {name: value for name, value in os.environ.items() if name not in of_jobs}
     return {name: value for name, value in found.items() if not name.startswith("KERAS_DISTRIBUTION_")}

@@ -15,17 +15,17 @@ from typing import Any
 
 
 def caller_module() -> str:
-    """Return the name of the module that called the caller."""
+    """Return the name of the module whose code called the function that calls this."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def caller_function() -> str:
-    """Return the name of the function that called the caller."""
+    """Return the name of the function that called the function that calls this."""
     return sys._getframe(2).f_code.co_name
 
 
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
-    """Return the `self` of the method that called the caller, or None.
+    """Return the `self` of the method that called the function that calls this, or None.
 
     `further_out` is the number of frames to skip. With `code`, the result is None unless the frame runs that code.
     """
@@ -66,9 +66,9 @@ def running_local(function: str, name: str) -> Any:
 
 
 def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's program that led here.
+    """Issue a warning that points at the line of the user's program that is running.
 
-    A `stacklevel` does not work: Keras and the frameworks add a varying number of frames.
+    A fixed `stacklevel` would not work, because Keras and the frameworks add a varying number of frames.
     """
     frame = _user_frame()
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
@@ -76,8 +76,8 @@ def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> types.FrameType:
-    # Search this thread, then the main thread. A framework's thread has no frame of the user's program: the main thread
-    # has it, and waits there.
+    # Search this thread, then the main thread. If a framework runs this code in another thread, the user's program
+    # waits in the main thread.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:
@@ -93,4 +93,4 @@ _LIBRARIES = frozenset(
         *("concurrent", "contextlib", "functools", "threading"),
     ]
 )
-"""Packages with frames to skip between the user's program and a warning."""
+"""Packages whose frames are skipped to find the line of the user's program for a warning."""

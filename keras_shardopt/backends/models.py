@@ -156,7 +156,7 @@ noting_models = noting_compiled = living_models.noting
 
 
 class Prepared:
-    """The base class of prepared models. Their `fit` trains on all replicas together."""
+    """The base class of models that `prepare` has changed. Their `fit` trains on all replicas together."""
 
 
 def is_prepared(model: Any) -> bool:

@@ -22,7 +22,7 @@ class Recorder:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Record from now on. Another recorder stops."""
+        """Start recording. A recorder that is running stops."""
         global _active
         self._since, _active = time.perf_counter(), self
 

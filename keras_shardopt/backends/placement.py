@@ -52,7 +52,7 @@ class Placement:
         is_loaded: bool = False,
         shards_state: bool = False,
     ) -> None:
-        """Check placement before each update, or each trace of one. Warn if a loaded model trains on one device only.
+        """Check the placement before an update or its trace. Warn if a loaded model trains on one device only.
 
         Raises:
             ValueError: if these innermost optimizers would update the variables wrongly.

@@ -118,15 +118,15 @@ num_barriers: dict[str, int] = {}
 
 
 class MissingCallError(RuntimeError):
-    """Some processes did not reach a barrier in time."""
+    """Raised if some processes do not reach a barrier in time."""
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
     """Wait in a key-value store, as `Processes.barrier` does, until all processes have made this call.
 
-    A collective could be paired with a different collective of another process. `store` has `set`, `check` and
-    `delete_key` as in `torch.distributed.Store`. `process` is (number of processes, this index), `noun` "process" or
-    "rank".
+    It uses no collective, because another process could pair that with a different collective. `store` has the methods
+    `set`, `check` and `delete_key` of a `torch.distributed.Store`. `process` is (number of processes, this process's
+    index), and `noun` is "process" or "rank".
 
     Raises:
         MissingCallError: if some processes do not arrive in time. This process may call again.
@@ -159,7 +159,7 @@ class Processes:
     """Whether processes can initialize different weights. `Placement.broadcast_state` then makes them equal."""
 
     def creates_variables_collectively(self) -> bool:
-        """Return whether processes communicate to create a variable. Different optimizers would then make them hang."""
+        """Return whether processes communicate to create a variable. They would hang if their optimizers differed."""
         return False
 
     def num_replicas(self) -> int:

@@ -60,7 +60,7 @@ class SideChannel:
         return np.array(flags, "float32")  # `convert_to_tensor` is slower: Keras checks each element of a list
 
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
-        """Return a flat tensor to be summed over replicas: the flags, then any other numbers."""
+        """Return a flat tensor to be summed over replicas: the flags, then `numbers`."""
         flags = ops.convert_to_tensor(self.flags_on_host(), dtype)
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
@@ -89,7 +89,7 @@ class ReceivedFlags:
     """The number of replicas on which each flag is set. Approximate, because flags can be summed in half precision."""
 
     all_read: bool
-    """Whether all replicas read the flags, so they can communicate again before an error."""
+    """Whether all replicas read the flags. They can then communicate once more, to describe an error."""
 
     @property
     def present(self) -> list[bool]:

@@ -27,7 +27,7 @@ class OwnParts(NamedTuple):
     """The parts of an array that this process saves."""
 
     shape: tuple[int, ...] | None
-    """The shape of the whole array. None if only another process knows it."""
+    """The shape of the whole array. None if only another process has the array."""
 
     dtype: str
 
@@ -102,7 +102,7 @@ _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 
 def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Copy to the host the part of a variable that this process saves. Each element is in the part of one process.
+    """Copy to the host the part of a variable that this process saves. One process saves each element.
 
     Args:
         variable: the variable, of which each process has a copy by default.
@@ -120,7 +120,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
 
 
 def assign_stored(variable: Variable, array: Any) -> None:
-    """Assign an array of a checkpoint to a variable. Only the elements in use are read from files."""
+    """Assign an array of a checkpoint to a variable. Only the elements that this process needs are read from files."""
     if _arrays is not None:
         _arrays.assign_stored(variable, array)
     else:

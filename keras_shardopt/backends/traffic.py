@@ -15,14 +15,14 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "broa
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One call of a collective, a function through which replicas communicate."""
+    """One call of a collective operation, such as an all-reduce, through which replicas communicate."""
 
     kind: Kind
     dtypes: tuple[str, ...]
-    """The dtypes of its input tensors."""
+    """The dtypes of the collective's input tensors."""
 
     num_bytes: int
-    """The size of its input tensors on this replica."""
+    """The size of the input tensors on this replica."""
 
     num_replicas: int
 

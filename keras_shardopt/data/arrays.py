@@ -1,4 +1,4 @@
-"""This process's rows of arrays and tensors."""
+"""Selects this process's rows of arrays and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of one process: every n-th row or batch, with n processes."""
+"""Describes the part of the data that one process gets: every n-th row or batch, with n processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's batches of a `keras.utils.PyDataset`."""
+"""Selects this process's batches of a `keras.utils.PyDataset`."""
 
 from __future__ import annotations
 

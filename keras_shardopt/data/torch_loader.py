@@ -52,7 +52,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls `set_epoch(epoch)` on each sampler of a `DataLoader` with this method, such as a `DistributedSampler`."""
+    """Calls `set_epoch(epoch)` on each sampler of a `DataLoader` that has this method, such as `DistributedSampler`."""
     for sampler in samplers_of(loader):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -14,11 +14,11 @@ from keras_shardopt.launch.pickled import CALL, ERROR, RESULT, pickler
 
 
 def _main(folder: pathlib.Path) -> None:
-    """Runs the call in `folder`, and stores its result or error there."""
+    """Runs the pickled call in `folder`, and stores its result or error there."""
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = function(*args, **kwargs)
-        # Processes can hold parts of a model's state, and pickling creates an optimizer.
+        # Pickle on all processes, because each may hold a part of the model. Pickling creates an optimizer.
         pickled = placement.outside_strategy(lambda: pickler().dumps(result))
         if processes.process()[1] == 0:
             _write(folder / RESULT, pickled)

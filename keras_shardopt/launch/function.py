@@ -1,4 +1,4 @@
-"""`launch_processes`: runs a function in several processes, as a notebook needs."""
+"""`launch_processes`: runs a function in several processes, also from a notebook."""
 
 from __future__ import annotations
 

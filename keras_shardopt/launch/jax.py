@@ -1,4 +1,4 @@
-"""JAX processes: process 0 serves JAX's coordinator, and `data_parallel` connects to its address."""
+"""Starts JAX processes. Process 0 serves JAX's coordinator, and `data_parallel` connects each process to it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from keras_shardopt.backends import jobs
 
 
 class JobError(ValueError):
-    """Invalid arguments of the command line."""
+    """Raised for invalid arguments of the command line."""
 
 
 @dataclasses.dataclass(frozen=True)

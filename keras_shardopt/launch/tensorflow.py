@@ -1,4 +1,4 @@
-"""TensorFlow workers: sets `TF_CONFIG`; `data_parallel` then creates a `MultiWorkerMirroredStrategy`."""
+"""Starts TensorFlow workers with `TF_CONFIG`, from which `data_parallel` creates a `MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 

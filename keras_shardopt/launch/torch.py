@@ -1,4 +1,4 @@
-"""PyTorch ranks: sets torchrun's environment variables, and serves the store (`TCPStore`) that connects ranks."""
+"""Starts PyTorch ranks with torchrun's environment variables, and serves the store (`TCPStore`) that connects ranks."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 def spans_processes(num_replicas: int) -> bool:
     """Return whether the replicas are the devices of several processes, judged by their number."""
-    # If all replicas were in one process, they would be fewer than the devices of all processes.
+    # A process has fewer devices than the job. If replicas are as many as all devices, they span several processes.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 

@@ -1,4 +1,4 @@
-"""Lasting changes to Keras on JAX. See `keras_shardopt.backends.patches`."""
+"""The functions of Keras that this package replaces on JAX only. See `keras_shardopt.backends.patches`."""
 
 PATCHES = {
     "batches": {

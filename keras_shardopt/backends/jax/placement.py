@@ -35,7 +35,7 @@ Axes = list[tuple[str, ...]]
 def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
     """Return `axes`, extended by unused axes of the mesh, to divide an array into as many parts as possible.
 
-    If several results are equal, prefer one dimension for all added axes, then undivided dimensions, then the first.
+    If several results are equal, prefer one dimension for all added axes, then undivided dimensions, then first ones.
 
     Args:
         shape: the shape of the array.
@@ -216,7 +216,7 @@ placement = JaxPlacement()
 
 
 def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
-    """Return into how many shards `place(..., "sharded")` divides each variable, and the number of devices."""
+    """Return the number of shards that `place(variables, "sharded")` makes of each variable, and of devices."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return [1 for _ in variables], 1
@@ -235,14 +235,14 @@ def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
 
 
 def layout_of(variable: Variable) -> Any:
-    """Return the argument `layout` of a new variable that has the layout of this one."""
+    """Return the argument `layout` with which a new variable gets the layout of this variable."""
     return variable._layout
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
-    """Allow each process to assign these variables independently. The caller compares them before training.
+    """Allow each process to assign these variables independently. The caller must compare values before training.
 
-    By default, JAX compares each assigned value on all processes. It would hang or fail if only one process assigned.
+    By default, JAX compares each assigned value on all processes, so an assignment on one process would hang or fail.
     """
     _replace_direct_assign()
     for variable in variables:
@@ -271,7 +271,7 @@ _direct_assign_in_keras = keras.Variable._direct_assign
 
 
 def _direct_assign(variable: Variable, value: Any) -> None:
-    """Replaces Keras' method of that name, to assign without communication if that is allowed."""
+    """Replaces Keras' method of that name. Inside `local_assignments`, for example, it does not communicate."""
     is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
     before: Any = getattr(variable, "_value", None) if is_alone else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable
@@ -396,9 +396,9 @@ def _fingerprints_on(mesh: Any) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3, is a
-    # bijection, so changing one word always changes the sum. With a linear h, swapping two floats of opposite sign
-    # could leave it unchanged.
+    # The hash is the sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3,
+    # is a bijection, so changing one word always changes the sum. If h were linear, swapping two floats of opposite
+    # sign could leave the sum unchanged.
     words = _words(value)
     places = jax.lax.iota("uint32", words.size) * np.uint32(0x9E3779B9)
     mixed = words + places

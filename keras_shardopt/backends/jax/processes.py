@@ -112,7 +112,7 @@ processes = JaxProcesses()
 
 
 def is_first() -> bool:
-    """Return whether this is process 0, without `jax.process_index`, because that would create the devices."""
+    """Return whether this is process 0. Avoids `jax.process_index`, which would create the devices."""
     if jax.distributed.is_initialized():
         return bool(distributed.global_state.process_id == 0)
     return os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0") == "0"
@@ -233,7 +233,7 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
     if jax.process_count() == 1:
         return [value]
     # Wait for running steps. `gather_pickled` uses another thread. With one CPU device per process, its exchange could
-    # overtake a step on some processes only, which would then receive data of a different collective.
+    # overtake a step on some processes, and processes would then pair different collectives.
     jax.block_until_ready(jax.live_arrays())
     return gather_pickled(value, _gather, lambda length: announce(call, length))
 
@@ -262,7 +262,7 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-# The beginnings of XLA's messages about lost processes. Others, such as RESOURCE_EXHAUSTED, concern this process.
+# Matches XLA's messages about lost processes. Other messages, such as RESOURCE_EXHAUSTED, concern this process.
 _LOST_CONNECTION = re.compile(
     "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
 )

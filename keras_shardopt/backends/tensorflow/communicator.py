@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Return each tensor of this replica's group, concatenated. `takes_part` takes only slices for this replica."""
+        """Concatenate each tensor of the group's replicas. With `takes_part`, only their slices for this replica."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "Codecs of gradients need `MirroredStrategy` on TensorFlow, in one process. Received: another "

@@ -14,7 +14,7 @@ def is_in_reach(tensor: Tensor) -> bool:
 
 
 def is_further_inside(tensor: Tensor) -> bool:
-    """Return whether a tensor is out of reach because it belongs to a graph nested in this one."""
+    """Return whether a tensor belongs to a graph nested in the current graph, and so cannot be used here."""
     graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
     while graph is not None and graph is not here:
         graph = getattr(graph, "outer_graph", None)

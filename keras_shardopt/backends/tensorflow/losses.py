@@ -33,7 +33,7 @@ UNDIVIDED = "undivided"
 """The note on a loss that Keras could not divide, because the loss function returned a scalar."""
 
 BARE_TERM = "bare term"
-"""The note on a loss with one term that is divided by the number of replicas, and one that is not. It is an error."""
+"""The note on a wrong loss: one term is divided by the number of replicas, and another term is not."""
 
 OWN_WEIGHTS = "own weights"
 """The note on a loss divided by the sum of sample weights of this replica's rows instead of all rows."""
@@ -51,11 +51,11 @@ _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
 _BARE = "_keras_shardopt_sources_of_bare_losses"
 
-# To find the terms of a loss in a graph: operations that add their inputs, that pass one input on, and that scale it.
+# Operations that `_terms` follows in the graph of a loss: they add inputs, pass one input on, or scale an input.
 _ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
 _PASSING = {"Cast", "ExpandDims", "Identity", "Neg", "Reshape", "Squeeze", "Sum"}
 _MULTIPLYING = {"DivNoNan", "Mul", "MulNoNan", "RealDiv", "SelectV2"}
-# Operations that are not a term of a loss, or are calls of traced functions, which can contain anything.
+# Operations that `_terms` skips: they are no terms of a loss, or they call traced functions with unknown content.
 _NO_TERM = {"Const", "PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall", "StopGradient"}
 _LIBRARIES = ("tensorflow", "keras", "keras_shardopt")
 
@@ -89,7 +89,7 @@ def divided(loss: Any) -> Any:
 
 
 def logged(loss: Any) -> Any:
-    """Return the value of a loss for logs. If all its terms were divided by the number of replicas, undo that."""
+    """Return a loss for logs: undo the division by the number of replicas if all terms of the loss were divided."""
     context = tf.distribute.get_replica_context()
     if context is None or not tf.is_symbolic_tensor(loss) or loss.shape.rank != 0 or BY_HAND in noted():
         return loss
@@ -167,7 +167,7 @@ def _scale_loss_for_distribution(value: Any) -> Any:
 
 
 def noting_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of TensorFlow that divides a loss, to note its result."""
+    """Wrap a function of TensorFlow that divides a loss, to note that its result is divided."""
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def noting_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `GradientTape.gradient` to record for each variable whether no term of its loss was divided by replicas."""
+    """Wrap `GradientTape.gradient` to record variables whose loss has no term divided by the number of replicas."""
 
     @functools.wraps(gradient)
     def noting_bare_losses(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lasting changes to TensorFlow, and to Keras on TensorFlow. See `keras_shardopt.backends.patches`."""
+"""The functions of TensorFlow, and of Keras on TensorFlow, that this package replaces. See `backends/patches.py`."""
 
 _LOSSES = "backends.tensorflow.losses"
 _WHY = "detects whether a step divides its loss by the number of replicas; until Keras reports it to the optimizer"

@@ -167,7 +167,7 @@ class TensorFlowPlacement(Placement):
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
-        # On a replica, new variables already belong to the strategy, and its scope cannot be entered.
+        # Inside `strategy.run`, new variables already belong to the strategy, and its scope cannot be entered again.
         if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
             return contextlib.nullcontext()
         scope: contextlib.AbstractContextManager[Any] = strategy.scope()
@@ -251,9 +251,9 @@ def _fingerprints(tensors: list[Tensor]) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3, is a
-    # bijection, so changing one word always changes the sum. With a linear h, swapping two floats of opposite sign
-    # could leave it unchanged.
+    # The hash is the sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3,
+    # is a bijection, so changing one word always changes the sum. If h were linear, swapping two floats of opposite
+    # sign could leave the sum unchanged.
     words = _words(tensor)
     mixed = words + tf.cast(tf.range(tf.size(words)), tf.uint32) * tf.constant(0x9E3779B9, tf.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

@@ -26,7 +26,7 @@ def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
     if isinstance(tensor, tf.RaggedTensor):
         size = tensor.nrows() // num_parts
         return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-    # Do not use an assertion, because XLA drops it. If the split fails, the error names the split, and nothing runs.
+    # Do not assert that the split is possible, because XLA drops assertions. The error of `tf.split` contains the name.
     return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
 
 

@@ -113,7 +113,7 @@ class TorchProcessGroup(Communicator):
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
             return GradientState.LOCAL
-        # DDP only reduces gradients of its own forward passes.
+        # A DDP reduces gradients only after a forward pass through the DDP itself, so check whether there was one.
         reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
         return GradientState.GLOBAL if reduced else GradientState.LOCAL
 
@@ -151,7 +151,7 @@ class TorchProcessGroup(Communicator):
     def _scattered(self, tensor: Tensor) -> Tensor:
         group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
-            # Avoid a reduce-scatter: gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
+            # Use an all-to-all: gloo runs a reduce-scatter as an all-reduce, with twice the bytes (PyTorch 2.13).
             gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
             with naming_missing_ranks():
@@ -226,7 +226,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """Copy rank 0's weights and state to this group's ranks. Return the factor for this rank's first gradients."""
+        """Copy rank 0's weights and state to this group's ranks. Return the factor of `Placement.broadcast_state`."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self.model_and_seed_state(weights)

@@ -112,13 +112,13 @@ class Gathering:
     @torch.compiler.disable
     @torch.no_grad()
     def begin(self, flat: Tensor) -> None:
-        """Begin an in-place all-gather of a tensor. Each rank has filled its own slice."""
+        """Begin an in-place all-gather of `flat`, in which each rank has filled its own slice."""
         rows = flat.view(self._replicas.num_replicas, -1)
         own, group = rows[self._replicas.replica_id], self._replicas._process_group
         note("all_gather", [own], self._replicas.num_replicas)
         if dist.get_backend(group) == "gloo":
-            # gloo's all-gather allocates an array of this size and copies twice (PyTorch 2.13). Broadcasts write in
-            # place and need 2.5 times less CPU time.
+            # Broadcast each row instead: gloo's all-gather allocates an array of this size and copies twice (PyTorch
+            # 2.13). Broadcasts write in place, in 40 % of the CPU time.
             for rank, row in zip(self._replicas.members, rows):
                 with naming_missing_ranks(self._under_way):
                     self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))

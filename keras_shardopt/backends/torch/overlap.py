@@ -133,7 +133,7 @@ class Buckets:
         self._returned: list[Tensor | None] = []
         self._window: Window | None = None
 
-    # Use `__del__`, because `torch.compile` would guard on the registry of `weakref.finalize`.
+    # Use `__del__` instead of `weakref.finalize`, because `torch.compile` would guard on the registry of the latter.
     def __del__(self) -> None:
         _remove_hooks(getattr(self, "_hooks", []))
 
@@ -244,7 +244,7 @@ class Buckets:
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._taken = {}
-        # Detach, because functions such as `Module.to` move the memory of `.grad`, and must not move that of a bucket.
+        # Detach, because functions such as `Module.to` replace the memory of `.grad`, and must not replace a bucket's.
         found = [None if grad is None else grad.detach() for grad in found]
         self._returned = found if self._can_resend else [*map(_freed, self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._returned):
@@ -516,7 +516,7 @@ class _Listener:
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()
         if buckets is not None and buckets._is_running:
-            # Gradients are enabled here only if the backward pass itself is differentiated. Otherwise skip `no_grad`.
+            # Skip `no_grad` if possible, to save time: a hook needs it only in a backward pass that is differentiated.
             take = torch.no_grad()(buckets._take) if torch.is_grad_enabled() else buckets._take
             take(self._i, parameter)
 

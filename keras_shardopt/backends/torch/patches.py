@@ -1,4 +1,4 @@
-"""Lasting changes to PyTorch, and to Keras on PyTorch. See `keras_shardopt.backends.patches`."""
+"""The functions of PyTorch, and of Keras on PyTorch, that this package replaces. See `backends/patches.py`."""
 
 _DRAWS = (
     "backends.torch.random_numbers:_draw_seed",

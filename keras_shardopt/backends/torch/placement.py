@@ -1,4 +1,4 @@
-"""Variables on PyTorch: each rank has its own."""
+"""Variables on PyTorch: each rank has its own copy."""
 
 from __future__ import annotations
 

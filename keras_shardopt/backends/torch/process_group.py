@@ -85,10 +85,10 @@ _statistics: weakref.ref[Any] | None = None
 
 
 def job_of_environment(needs_address: bool = False) -> tuple[int, int]:
-    """Return the number of ranks that the launcher started, and this rank.
+    """Return the number of ranks that the launcher started, and the rank of this process.
 
     Raises:
-        ValueError: if the launcher's variables are invalid, or incomplete although `needs_address`.
+        ValueError: if the launcher's variables are invalid, or if `needs_address` and the address is missing.
     """
     received = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     size, rank = (received.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
@@ -108,7 +108,7 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Open the default process group ("gloo" or "nccl") of the ranks that torchrun started.
 
-    After `close_group`, the next group can have fewer ranks. `timeout` limits each collective (None: PyTorch's).
+    After `close_group`, the next group can have fewer ranks. `timeout` limits each collective. None means the default.
 
     Raises:
         ValueError: if the launcher did not set the address of rank 0.
@@ -141,8 +141,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    Gradients use another group, so ranks can send statistics and gradients in different orders. They must not do that
-    with a `SlicedBucket`, which waits for other buckets.
+    Gradients use another group, so ranks can send statistics and gradients in different orders. With a `SlicedBucket`,
+    ranks must not do that, because a bucket waits until the previous bucket has arrived.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -254,7 +254,7 @@ def announce(call: str, *numbers: int) -> list[list[int]]:
 
 
 def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
-    """Like `announce`, but return a function that waits for the other ranks, and then returns or raises the same."""
+    """Like `announce`, but return a function that waits for the other ranks. That function then returns or raises."""
     wait_for_all = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
     def wait() -> list[list[int]]:
@@ -277,7 +277,7 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 _STEP = "makes a step of a prepared model"
 UPDATE = "reduces the gradients of an update"
 EXCHANGE = "exchanges tensors"
-"""Describes, in errors after "rank 0", a collective of all ranks without an announcement."""
+"""The text after "rank 0" in errors about a collective that ranks have not announced."""
 
 
 def can_promise_steps() -> bool:
@@ -305,7 +305,7 @@ def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
     that has no announcement, as in an update of a custom training loop.
 
     Raises:
-        RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
+        RuntimeError: if the collective fails, or another rank has left `fit` with an error.
         ValueError: on every rank, if ranks make different calls. The group is then already closed.
     """
     away_since = None
@@ -342,7 +342,7 @@ def _write_note(group: _Group, key: str, num_announced: int, words: str = "") ->
 
 
 def _read_note(group: _Group, key: str) -> tuple[int, str]:
-    """Return a note's number of announcements and its text. The number is -1 if the store has no note for this key."""
+    """Return the number of announcements that a note's rank had made, and the note's text. -1 and "" without a note."""
     number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
     return int(number), words
 
@@ -401,7 +401,7 @@ def _announcement_device() -> str:
 
 
 def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
-    """Start to gather equal-length lists from all ranks. Return a function that waits for them."""
+    """Start to gather equal-length lists from all ranks. Return a function that waits for these lists."""
     number = 0
     if _open is not None:
         number = _open.num_announced = _open.num_announced + 1
@@ -474,7 +474,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
     """Return each rank's call if all ranks answer in time, and the cause of the error. `words` gets other messages."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        # Close the connections, so that collectives also fail on ranks that wait for this rank. They answer only then.
+        # Close the connections, so collectives fail on ranks that wait for this rank. Those ranks answer only then.
         close_group(has_failed=True)
     found: list[dict[int, str]] = []
     # Read the store in a thread, because a read never returns if the rank that hosts the store has stopped.

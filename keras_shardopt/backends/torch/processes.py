@@ -41,7 +41,7 @@ class TorchProcesses(Processes):
     needs_initial_broadcast = True
 
     def versions(self) -> dict[str, str]:
-        # Omit the suffix, because builds for different devices are the same version.
+        # Omit a suffix such as "+cu128", because builds for different devices are the same version.
         return {"PyTorch": str(torch.__version__).partition("+")[0]}
 
     def process(self) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def seed_per_rank(ranks: Any, models: Sequence[Any]) -> None:
     install("randomness")
     for model in models:
         mix_in(model, _DrawsPerRank)
-    # Rank 0 keeps its generator. Seed that of other ranks once, unless a restored backup has done so.
+    # Rank 0 keeps its seed. Give the generator of each other rank a new seed once, unless a backup has restored one.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)
         note_seed()
@@ -105,7 +105,7 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
     def begin(part: int, batch: Sequence[int]) -> None:
         _part.set(part)
         (own,) = np.random.SeedSequence([seed, *batch, part]).generate_state(1, np.uint64).tolist()
-        # `torch.manual_seed` would take 1 ms, because it inspects the stack for each kind of device.
+        # Avoid `torch.manual_seed`: it takes 1 ms, because it inspects the stack for each kind of device.
         torch.default_generator.manual_seed(own % 2**63)
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(own % 2**63)

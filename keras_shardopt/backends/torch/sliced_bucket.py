@@ -26,14 +26,14 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Each bucket's variables with the pieces of each rank, and the shape of this rank's slice of each variable."""
+    """The positions of each bucket's variables, with each rank's pieces, and the shapes of this rank's slices."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]
 
 
 class SlicedBucket:
-    """Gradients that are reduced together, with the interface of `FlatBucket`.
+    """A bucket of gradients for sharded optimizer state, with the methods of `FlatBucket`.
 
     `number` is the index of this bucket, `places` has the positions of its variables, and `like` a tensor with their
     dtype and device. `pieces` has the parts for each rank, and `shapes` the shape of this rank's slice of each
@@ -161,7 +161,7 @@ class SlicedBucket:
             flat.view(self._num_ranks, -1)[:, self.wide.numel() :] = self.flags
         if dist.get_backend() != "gloo":
             return communicator._reduce_scatter(self._own, flat, dist.ReduceOp.SUM, async_op=True)
-        # Avoid a reduce-scatter: gloo runs it as an all-reduce, with twice the bytes (PyTorch 2.13).
+        # Use an all-to-all: gloo runs a reduce-scatter as an all-reduce, with twice the bytes (PyTorch 2.13).
         return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
@@ -227,7 +227,7 @@ def sliced_buckets(
     num_flags: int,
     checks_finite: bool,
 ) -> list[SlicedBucket]:
-    """Return the buckets of these tensors. The last bucket also sends the flags."""
+    """Return a `SlicedBucket` for each bucket in `slices`. The last bucket also sends the flags."""
     pool = MemoryPool()
     # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _FLOPS_PER_BYTE = 10.0
-"""The number of float32 operations in the time of moving one byte: 5 to 10 on CPUs, and 15 to 20 on GPUs."""
+"""The number of float32 operations that take as long as moving one byte: 5 to 10 on CPUs, and 15 to 20 on GPUs."""
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
