@@ -131,7 +131,7 @@ def norm(value: Tensor) -> Tensor:
 
 
 def factor_within(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """Returns the factor that scales gradients of this norm to at most `limit`: 1 up to the limit. NaN if it is NaN."""
+    """Returns the factor that scales gradients with this norm to at most `limit`. It is 1 if `norm <= limit`."""
     # Avoid min(1, limit / norm): 0 / 0 would be NaN, and on PyTorch Keras would compute the minimum in float32.
     return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)
 

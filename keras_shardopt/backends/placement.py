@@ -1,4 +1,4 @@
-"""The storage of variables: how replicas' copies and shards are placed, read and assigned."""
+"""The interface through which replicas place, read and assign their copies and shards of variables."""
 
 from __future__ import annotations
 

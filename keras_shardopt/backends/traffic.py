@@ -1,4 +1,4 @@
-"""The bytes that replicas send in one update. Backends record each collective that they call."""
+"""Counts the bytes that replicas send in one update. Backends record each collective that they call."""
 
 from __future__ import annotations
 

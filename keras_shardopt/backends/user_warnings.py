@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, once per job."""
+"""Issues warnings that point at a line of the user's program, only on process 0 of a job."""
 
 from __future__ import annotations
 

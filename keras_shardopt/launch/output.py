@@ -41,7 +41,7 @@ class Output:
         self._write([f"keras_shardopt.launch: {words}"], sys.stderr)
 
     def join(self) -> None:
-        """Waits up to a second per stream for the remaining output. A process's children can keep a stream open."""
+        """Waits for the remaining output, at most a second per stream: child processes can keep a stream open."""
         for reader in self._readers:
             reader.join(1.0)
 

@@ -56,7 +56,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
 
 
 class JaxPlacement(Placement):
-    """JAX: replicas are devices of one program, in one process or several."""
+    """Places variables on JAX. Replicas are devices of one program, in one process or several."""
 
     state_sharding = "layout"
 

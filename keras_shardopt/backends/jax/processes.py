@@ -44,7 +44,7 @@ from keras_shardopt.backends.processes import (
 
 
 class JaxProcesses(Processes):
-    """JAX: replicas are devices of one program, in one process or several."""
+    """Sets up the processes of a JAX job. Replicas are devices of one program, in one process or several."""
 
     def __init__(self) -> None:
         # The distribution that the open `data_parallel()` has set, or None.

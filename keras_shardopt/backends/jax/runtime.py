@@ -16,7 +16,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 class JaxRuntime(Runtime):
-    """JAX: replicas are devices of one program, in one process or several."""
+    """Traces and differentiates on JAX. Replicas are devices of one program, in one process or several."""
 
     updates_are_stateless = True
 

@@ -121,7 +121,7 @@ def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
 
 
 class TensorFlowPlacement(Placement):
-    """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
+    """Places variables on TensorFlow. A `tf.distribute` strategy mirrors them, and its devices are the replicas."""
 
     state_sharding = "copies"
 

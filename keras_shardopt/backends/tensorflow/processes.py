@@ -37,7 +37,7 @@ from keras_shardopt.numerics import Optimizer
 
 
 class TensorFlowProcesses(Processes):
-    """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
+    """Sets up the workers of a TensorFlow job. The devices of a `tf.distribute` strategy are the replicas."""
 
     num_replicas_of_last_scope: int = 1
     """The number of replicas of the last `data_parallel()` scope. 1 before the first scope, and after its `close()`."""

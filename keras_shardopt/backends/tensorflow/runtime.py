@@ -94,7 +94,7 @@ def num_summed() -> int:
 
 
 class TensorFlowRuntime(Runtime):
-    """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
+    """Traces and differentiates on TensorFlow. The devices of a `tf.distribute` strategy are the replicas."""
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)

@@ -1,4 +1,4 @@
-"""PyTorch's `DistributedDataParallel` (DDP): which gradients it has reduced, and when Keras creates one.
+"""Detects gradients that PyTorch's `DistributedDataParallel` (DDP) has reduced, and keeps Keras from creating a DDP.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model._initialize_ddp` (Keras 3.16 and later) - wraps the model in a DDP.
@@ -29,7 +29,7 @@ _ddps = Living(DistributedDataParallel)
 
 
 def noting_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap DDP's constructor to record forward passes of each DDP. The wrapper's `scan` adds existing DDPs."""
+    """Wrap DDP's constructor to record forward passes of each DDP. DDPs that already exist are added by `scan`."""
     noting = _ddps.noting(init)
 
     def scan() -> None:

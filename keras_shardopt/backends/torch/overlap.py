@@ -2,11 +2,11 @@
 
 Gradients are sent in flat buckets: blocks of memory, filled in the order in which a backward pass computes gradients. A
 full bucket is sent at once. The last bucket waits for the end of the backward pass, because it also sends flags that
-show which gradients this rank has. After `loss.backward()`, `.grad` is global.
+show which gradients this rank has. After `loss.backward()`, `.grad` is the mean or sum over all ranks.
 
 If a rank sends nothing during the backward pass, `reduce` sends the same buckets afterwards. In each step, each rank
 can therefore decide when to send. A rank sends during the backward pass only in the step of Keras' trainer, because
-that calls `scale_loss`, `backward` and `apply` in this order.
+this step calls `scale_loss`, `backward` and `apply` in this order.
 
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
 `.grad` is then NaN. A later gradient of the same variable is sent separately and added.

@@ -25,7 +25,7 @@ from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 
 class TorchPlacement(Placement):
-    """`torch.distributed`: one process per replica, each with its own data."""
+    """Places variables on PyTorch. Each replica is a process (rank) with its own copy of the variables."""
 
     state_sharding = "slices"
 

@@ -36,7 +36,7 @@ from keras_shardopt.backends.torch.threads import equal_initial_weights
 
 
 class TorchProcesses(Processes):
-    """`torch.distributed`: one process per replica, each with its own data."""
+    """Sets up the ranks of a PyTorch job. Each replica is a process (rank) with its own data."""
 
     needs_initial_broadcast = True
 

@@ -17,7 +17,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 class TorchRuntime(Runtime):
-    """`torch.distributed`: one process per replica, each with its own data."""
+    """Traces and differentiates on PyTorch. Each replica is a process (rank) with its own data."""
 
     _ranks: TorchProcessGroup | None = None
 
