@@ -242,7 +242,7 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
             f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
         )
     else:
-        # Only a timeout in range fits a `timedelta`, and the 64 bits in which PyTorch counts milliseconds.
+        # A larger timeout would not fit a `timedelta`, or the 64 bits in which PyTorch counts milliseconds.
         duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
     if duration is None and timeout is None:
         return None

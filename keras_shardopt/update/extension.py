@@ -93,7 +93,7 @@ class Extension(Settings):
 
 
 def made(value: Any, custom_objects: Any = None) -> Any:
-    """Deserialize a config. Return anything but a dict unchanged."""
+    """Return the object of a serialized config, which is a dict. Return any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return keras.saving.deserialize_keras_object(portable(value), custom_objects=custom_objects)

@@ -130,7 +130,7 @@ def num_flags(num_variables: int, num_replicas: int) -> int:
 
 
 def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
-    """Encode an index from `first_not_finite` as binary digits in this replica's elements; all others are 0."""
+    """Return the binary digits of an index, in the elements reserved for this replica. All other elements are 0."""
     powers = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
     digits = ops.cast(ops.floor_divide(position, powers) % 2, dtype)
     mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)

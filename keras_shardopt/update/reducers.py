@@ -163,7 +163,7 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension along which each variable's state is divided; padded gradients are divided along 0."""
+        """Return the dimension along which each variable's state is divided, or 0 for state in padded arrays."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 

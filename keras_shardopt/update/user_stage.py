@@ -186,7 +186,7 @@ class UserStage(Stage):
         if not (ops.is_tensor(grad) or is_sparse(grad)):
             fix = "Use `keras.ops.convert_to_tensor`."
             raise TypeError(f"{rule} tensors, or None, as `grads`. Received: {_shown(grad)} for {name}. {fix}")
-        # Reduced gradients may be slices, with other shapes than their variables.
+        # Compare a reduced gradient with that before the stage, because a slice has another shape than the variable.
         like = variable if is_local or is_sparse(old) else old
         if like is not None and not is_sparse(grad) and not _may_be_equal(grad.shape, like.shape):
             raise ValueError(

@@ -206,7 +206,7 @@ class _State:
     Args:
         model: the model.
         trains: whether the steps train the model, or only evaluate it.
-        state: the variables other than weights that layers change in training.
+        state: the variables, apart from weights, that layers change in training.
         weights: the weights, also frozen ones, that layers change in their call. None: unknown, so all are saved.
     """
 

@@ -74,7 +74,7 @@ class Copies:
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            # Replicas restart only if a weight was set, not if only statistics or counters were.
+            # Restart all replicas from the present weights only if other code has set a weight since `show`.
             statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
             is_restart = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)

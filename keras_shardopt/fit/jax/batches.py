@@ -84,7 +84,7 @@ def is_together() -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class PaddedBatch:
-    """A batch padded with copies of its first row. JAX compiles one step per number of rows without padding."""
+    """A batch padded with copies of its first row. The number of other rows is static, so steps can slice them out."""
 
     def __init__(self, data: Any, num_rows: int) -> None:
         self._data = data
@@ -375,7 +375,7 @@ def _takes_whole(model: Any, *data: Any) -> bool:
 def _start_equal(model: Any) -> None:
     """Make the values of model and optimizers equal on all processes. If some differ, take those of process 0."""
     variables, state = list(model.variables), state_of(model)
-    # If counts differ, a process has not built its model, and the optimizer raises an error later.
+    # If counts differ, a process has not built its model. Return, because the optimizer raises an error for this later.
     counts = announce("compares the values of a prepared model", len(variables) + len(state))
     if len(set(counts)) > 1 or not variables:
         return

@@ -58,7 +58,7 @@ def prepare(model: Any) -> None:
     allow_uneven()
     step = step_of(model)
     reducer, *_ = step.reducers
-    # Stack gradients only if the `CrossShard` is outermost: a wrapper around it would get stacked gradients.
+    # Stack the gradients of all replicas only if `CrossShard` is outermost, because wrappers cannot use stacked arrays.
     stacks = reducer.accumulation is not None and step.stacks_windows
     stacks = stacks and reducer.state_finder.may_be_local  # otherwise accumulation sums reduced gradients
     if stacks and reducer is model.optimizer and has_built_in_step(model):
@@ -71,7 +71,7 @@ def prepare(model: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-# The parts of the training state, in Keras's order.
+# The names of the parts of Keras's training state, in the order in which Keras returns them.
 _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 

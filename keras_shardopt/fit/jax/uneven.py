@@ -29,7 +29,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
-    """Return the row count of a part (or of each of several): ceil(all_rows / num_parts), less in the last parts."""
+    """Return the number of rows of a replica's part of a batch: ceil(all_rows / num_parts), fewer in the last parts."""
     rows = -(-all_rows // num_parts)
     return rows if rows * num_parts == all_rows else jax.numpy.clip(all_rows - part * rows, 0, rows)
 
@@ -70,7 +70,7 @@ def _padded_to(array: Tensor, like: Any) -> Tensor:
 
 
 def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
-    """Describe a part of `count` rows as a `BatchShare`. An empty part has one row of padding, others have none."""
+    """Return a `BatchShare` for a part with `count` rows. Only an empty part has padding, one row of it."""
     return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
 
 

@@ -207,8 +207,8 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
     def _get_iterator(self) -> Any:
         if self._is_divided:
             return self._distributed_dataset
-        # For arrays and datasets, create TensorFlow's iterator here, as Keras does, because it draws the order when it
-        # is created. (Keras creates one more iterator than it uses.)
+        # For arrays and datasets, create TensorFlow's iterator here, as Keras does, because the creation of an iterator
+        # draws the order of rows. (Keras also creates an iterator that it never uses.)
         drawn = isinstance(self.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
         batches = iter(self._distributed_dataset) if drawn else self.data_adapter.get_numpy_iterator()
         if self._call.is_alone:

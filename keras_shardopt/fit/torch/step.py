@@ -54,7 +54,7 @@ class TrainStep:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])
 
-    # This method communicates, so `torch.compile` must compile only the functions that it calls.
+    # This method communicates, so `torch.compile` must compile only the functions that this method calls.
     @torch.compiler.disable(recursive=False)
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run `real`, the step of Keras, on this rank's rows `data`. Return the logs."""

@@ -151,7 +151,7 @@ class PreparedOnTorch(PreparedModel):
         if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):
             session.step.end_epoch(is_call=session.call is not None)
             set_replica_statistics(self, False)
-        # Some metrics return their variable, whose value is restored below, so convert it to a Python number at once.
+        # A metric can return its variable itself. `metrics_of_all` restores the variable, so convert to numbers before.
         result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
         session.logs.forget()
         return session.mean_logs(logs) if result is None else result
