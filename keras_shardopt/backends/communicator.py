@@ -82,14 +82,14 @@ class Communicator(abc.ABC):
 
     @property
     def _members_by_id(self) -> list[Sequence[int]]:
-        """The members of each replica's group, indexed by id in `world`."""
+        """The ids of the replicas in each replica's group, indexed by replica id in `world`."""
         assert self._groups is not None
         by_id = {replica: group for group in self._groups for replica in group}
         return [by_id[replica] for replica in range(len(by_id))]
 
     @property
     def _positions_by_id(self) -> list[int]:
-        """Each replica's position in its group, indexed by id in `world`."""
+        """Each replica's position in its group, indexed by replica id in `world`."""
         return [members.index(replica) for replica, members in enumerate(self._members_by_id)]
 
     def split(self, groups: Groups) -> Communicator:

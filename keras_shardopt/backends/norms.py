@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Tensor, cast, in_float32
 
 # On PyTorch, call PyTorch directly: a call of `keras.ops` takes longer than the arithmetic of a small tensor.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
-# These checks avoid `isfinite` of a whole gradient, because its result of the same size is slow to create.
+# These modules avoid `isfinite` of a whole gradient, because a result of the gradient's size is slow to create.
 _finite = for_backend(
     {
         "torch": "keras_shardopt.backends.torch.nonfinite",

@@ -345,7 +345,7 @@ def _stack(variables: Sequence[Variable], distribution: Any) -> None:
     num_replicas = mesh.pop(name)
     for variable in variables:
         row = [tuple(n for n in names if n != name) for names in _axes_of(variable)]
-        # With several processes, leave rows whole, because `replica_values` needs whole rows in each process.
+        # With several processes, do not divide a replica's row further: `replica_values` needs whole rows in a process.
         row = with_free_axes(variable.shape, row, mesh) if jax.process_count() == 1 else [() for _ in row]
         variable._layout = _sharding([(name,), *row], distribution)
         zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)

@@ -47,7 +47,7 @@ class JaxProcesses(Processes):
     """Sets up the processes of a JAX job. Replicas are devices of one program, in one process or several."""
 
     def __init__(self) -> None:
-        # The distribution that the open `data_parallel()` has set, or None.
+        # The distribution that `data_parallel()` has set. None outside `data_parallel()`, and with only one replica.
         self._opened: keras.distribution.DataParallel | None = None
 
     needs_initial_broadcast = True

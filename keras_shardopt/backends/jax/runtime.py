@@ -84,7 +84,7 @@ class JaxRuntime(Runtime):
         if not isinstance(condition, jax.core.Tracer):
             super().cond(condition, update, grads, variables)
             return
-        # Assignments inside a branch must not reach variables. Each branch returns all values instead.
+        # Assignments inside a branch would leak tracers into variables, so each branch returns all values instead.
         before = [variable.value for variable in variables]
 
         def updated() -> list[Tensor]:

@@ -494,7 +494,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write this rank's sign of life. Append all signs in the store to `found` until all are there or time is up."""
+    """Write this rank's sign of life. Append the signs in the store to `found`, until it has all or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):
