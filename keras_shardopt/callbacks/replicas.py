@@ -21,8 +21,8 @@ from keras_shardopt.wrapping.chain import descendants, shared_variables
 class SyncReplicas(keras.callbacks.Callback):
     r"""Starts all replicas with equal variables, and averages the logs of each epoch over processes.
 
-    Only models that are not prepared need this callback. A prepared model, such as one compiled inside
-    `data_parallel()`, copies variables and averages logs itself. Then the callback does nothing.
+    Only models that are not prepared (see `prepare`) need this callback. A prepared model, such as a model compiled
+    inside `data_parallel()`, copies variables and averages logs itself. Then the callback does nothing.
 
     When training begins, all model variables (frozen weights and seed states included) and all optimizer variables take
     the values of rank 0. At the end of each epoch, every number in the logs becomes $\frac{1}{N} \sum_p v_p$, with $N$
@@ -98,9 +98,9 @@ class CheckReplicas(keras.callbacks.Callback):
 
     It compares trainable weights, weights of frozen layers, and all optimizer variables. Other state of layers is
     allowed to differ: moving statistics of a `BatchNormalization` are per-rank on PyTorch within an epoch, and
-    per-replica on TensorFlow if the model is not prepared. Buffers of `torch.nn` modules are compared between two
-    epochs of a prepared model only. Variables that a `CrossShard(group_assignment=...)` updates are compared within
-    its groups. With `LocalSGD`, weights are compared only right after a synchronization.
+    per-replica on TensorFlow without `prepare(model)`. Buffers of `torch.nn` modules are compared between two
+    epochs, and only with `prepare(model)`. Variables that a `CrossShard(group_assignment=...)` updates are compared
+    within its groups. With `LocalSGD`, weights are compared only right after a synchronization.
 
     Args:
         every: int >= 1 (default 100). Number of training batches between checks.

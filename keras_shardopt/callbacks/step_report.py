@@ -44,7 +44,7 @@ class StepReport(keras.callbacks.Callback):
 
     | phase | time |
     |---|---|
-    | input | loading batches (on PyTorch, of a prepared model; otherwise it counts as callbacks) |
+    | input | loading batches (on PyTorch without `prepare(model)`, this counts as callbacks) |
     | step | forward and backward pass; on JAX and TensorFlow the whole compiled step, with its exchange |
     | updating | on PyTorch, updates of weights |
     | callbacks | callbacks, and the loop of Keras |
@@ -111,7 +111,7 @@ class StepReport(keras.callbacks.Callback):
                 raise ValueError(f"`profile_step` needs a path `to`. Received: profile_step={profile_step}, to=None")
         self.profile_step = profile_step
         self.slow: Slow | None = None
-        """The slow process of the last `fit`: its `rank`, `phase`, `seconds`, and those of the `others`. Or None."""
+        """The slow process of the last `fit` (`rank`, `phase`, `seconds`, and the seconds of `others`), or None."""
         self._recorder = Recorder("callbacks")
         self._is_paused = False
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None

@@ -50,7 +50,7 @@ class TrainingSummaries(keras.callbacks.Callback):
     "gradient_noise_scale" is the running average of `GradientNoise`, over replicas or, with one replica, over
     micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). Each update then also computes a
     norm of the replica's gradient and an all-reduce of three numbers. On PyTorch, communication no longer overlaps
-    with computation. The value in rows is available only in `fit` of a prepared model.
+    with computation. The value in rows is available only in `fit` of a prepared model (see `prepare`).
 
     Most values come from inside the optimizer, so it must be an optimizer of this package; `CrossShard(Adam())` works
     with one replica too. With other optimizers, only the learning rate is available. During training, the optimizer

@@ -57,7 +57,7 @@ class Unfinished:
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
             # Write in a new folder, because Keras writes temporary files next to the new file, and chooses file modes.
-            # Only the owner can read this folder, because perhaps only the owner can read the old file.
+            # Let only the owner read this folder, because the old file may be readable by its owner only.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror

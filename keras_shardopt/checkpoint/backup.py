@@ -64,24 +64,24 @@ class BackupAndRestore(keras.callbacks.Callback):
     - the model's variables: weights, moving statistics, seeds of `Dropout` layers;
     - the optimizer's variables, the number of epochs, and Keras' global seed;
     - the random number states of Python, NumPy and PyTorch, for each process. With another number of processes, all
-      continue with those of rank 0.
+      continue with the states of rank 0.
 
-    The next `fit` with this directory restores them on all processes and continues with the next epoch. A restarted
-    job (`torchrun --max-restarts 3 train.py`) ends with the weights of an uninterrupted one if it uses the same model,
-    optimizer, data and arguments of `fit`. A backup of `CrossShard(shard_state=True)` fits any number of replicas.
+    The next `fit` with this directory restores the state on all processes and continues with the next epoch. A
+    restarted job (`torchrun --max-restarts 3 train.py`) ends with the weights of an uninterrupted job if it uses the
+    same model, optimizer, data and arguments of `fit`. A backup of `CrossShard(shard_state=True)` fits any number of replicas.
 
     Limits:
 
     - On TensorFlow, use `shuffle=False` or a data set seeded by epoch. On PyTorch and JAX, `fit` shuffles
-      arrays in the same order as the interrupted one.
+      arrays in the same order as the interrupted `fit`.
     - Other callbacks start anew, as in Keras.
-    - Per-replica state, such as moving statistics of a model that is not prepared, becomes that of rank 0.
+    - Per-replica state, such as moving statistics without `prepare(model)`, becomes the state of rank 0.
     - Gradients that `CrossShard(gradient_accumulation_steps=k)` has accumulated for an unfinished update are lost, with
       a warning. Use a multiple of k steps per epoch.
 
     Args:
         backup_dir: str or path: a local directory, created if missing. Only rank 0 needs access to it. Each training
-            run needs its own.
+            run needs its own directory.
         save_freq: "epoch" (default), the only value: Keras can start a `fit` at a later epoch, but not at a later
             batch.
         double_checkpoint: bool. True also keeps the previous backup, for disks that lose written data.

@@ -125,7 +125,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for several processes, with files that appear atomically.
 
     Saves with `save_model` or `save_weights`. Rank 0 decides for all processes, from its logs, whether to save and
-    under which name. (The logs of a prepared model cover all processes.) The folder is created if it is missing.
+    under which name. (With `prepare(model)`, the logs cover all processes.) The folder is created if it is missing.
 
     Every process needs this callback, with the same `save_freq`.
 
@@ -265,7 +265,7 @@ def before_reading(model: Any) -> None:
                 part.pipeline.before_reading()
 
 
-# TensorFlow only (otherwise None): some variables can only be read by all processes together.
+# TensorFlow only (otherwise None): finds variables that only all processes together can read.
 _collective_reads = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 

@@ -44,7 +44,7 @@ class LARC(OptimizerWrapper):
 
     Norms and products use float32, and the result has the dtype of the variable. None gradients stay None. Sparse
     gradients (`tf.IndexedSlices`) become dense. Infinite gradients stay infinite, so inner wrappers can detect
-    them. (With `min_update=0`, infinite elements become NaN, and the others 0.)
+    them. (With `min_update=0`, infinite elements become NaN, and all other elements 0.)
 
     Use LARC inside `CrossShard`, because norms must be those of global gradients. If the inner optimizer accumulates
     (`gradient_accumulation_steps`), LARC scales each micro-batch's gradient. With Adam the factor mostly cancels,

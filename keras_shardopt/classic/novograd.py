@@ -103,7 +103,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
         for argument, given in flags.items():
             check.flag(argument, given)
-        # Check these here, because Keras does not: invalid values fail in the first update, or never.
+        # Check the limits here, because Keras does not. Invalid limits fail in the first update, or never.
         limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
         for argument, value in limits.items():
             if value is not None:

@@ -22,7 +22,7 @@ from keras_shardopt.numerics import FunctionT, Gradients, Tensor, Variable, add,
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# TensorFlow only (otherwise None): towers can run on several devices, while the weights stay on one device.
+# TensorFlow only (otherwise None): runs towers on several devices, while the weights stay on one device.
 _on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
@@ -144,8 +144,8 @@ class Tower(OptimizerWrapper):
 
     In the other towers, weights and `iterations` do not change. A missing gradient counts as 0. A variable without a
     gradient in all towers gets None. Sparse gradients (`tf.IndexedSlices`) are concatenated, and become dense only if
-    another tower's is dense. For variables with `overwrite_with_gradient` (scales of float8 training), the
-    largest value over towers is used.
+    the gradient of another tower is dense. For variables with `overwrite_with_gradient` (scales of float8 training),
+    the largest value over towers is used.
 
     Outside `replicate`, and with one tower, each call updates directly.
 

@@ -26,7 +26,7 @@ class VariableClipping(OptimizerWrapper):
     the other dims. Slices within the limit do not change.
 
     - Variables without a gradient are not clipped. With a sparse gradient (`tf.IndexedSlices`, from an `Embedding` on
-      TensorFlow), only the rows in the gradient are clipped; if $D$ contains dim 0, all rows are.
+      TensorFlow), only the rows in the gradient are clipped. If $D$ contains dim 0, all rows are clipped.
     - With `gradient_accumulation_steps` of the inner optimizer, every call clips, as Keras' constraints do. A call
       also clips if an inner optimizer skips the update, but not if an outer optimizer skips it.
     - With `use_ema` of the inner optimizer, averages use the weights before clipping, so they may exceed `max_norm`.

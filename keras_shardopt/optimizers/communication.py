@@ -68,7 +68,7 @@ class ReportsCommunication:
         """Reports the bytes that each replica sends per update, their ratio to float32, and the collectives.
 
         The report is empty before the first update, with one replica, and if gradients arrive reduced: under
-        PyTorch's DDP, and in `fit` of a JAX model that is not prepared or uses no per-replica option. With `LocalSGD`
+        PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without a per-replica option. With `LocalSGD`
         it is the mean over the updates of a sync step; on PyTorch it is empty between warm-up and first sync step.
 
         Returns:

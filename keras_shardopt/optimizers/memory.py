@@ -11,7 +11,7 @@ from keras_shardopt.backends.models import model_compiled_with
 from keras_shardopt.numerics import overwrites_variable
 from keras_shardopt.sharding.report import Bytes, MemoryReport, bytes_on_a_replica, item_size, size_of
 
-# PyTorch only (otherwise None): gradients exist between steps, so their memory can be measured.
+# PyTorch only (otherwise None): measures the memory of gradients, which exist between steps.
 _gradients = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
 
 

@@ -26,7 +26,7 @@ from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import named_like
 
-# TensorFlow only (otherwise None): Keras' own optimizers sum the gradients of replicas.
+# TensorFlow only (otherwise None): counts the replicas over which Keras' own optimizers sum gradients.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")

@@ -30,14 +30,14 @@ class TwoPhases:
     ) -> list[tuple[Tensor | None, Variable]]:
         """Computes this replica's gradients, the first phase of `minimize`. You may change these before you apply them.
 
-        They are the gradients of this replica's `loss`, before any reduction. (Under a `keras.distribution`, and if DDP
-        owns the weights, they are global.) So `loss` should return the mean over this replica's examples. Gradients
+        They are the gradients of this replica's `loss`, before any reduction. (Under a `keras.distribution`, and under
+        PyTorch's DDP, they are global.) So `loss` should return the mean over this replica's examples. Gradients
         are unscaled, even if an inner optimizer scales the loss: `apply_gradients` scales them again. On TensorFlow,
         `keras.losses` divide by the number of replicas, and so their gradients are smaller by this factor. With a plain
         `ops.mean`, they are the same as on other backends.
 
         Assignments in `loss` (moving statistics, seeds) run once. If an inner optimizer scales the loss, gradients
-        from other code need `scale_loss` as usual; that call also marks these as scaled.
+        from other code need `scale_loss` as usual. The call of `scale_loss` also marks these gradients as scaled.
 
         Args:
             loss: a function without arguments that returns a scalar tensor.

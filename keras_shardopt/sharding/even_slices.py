@@ -30,7 +30,7 @@ from keras_shardopt.sharding.shards import OneProgramShards, flattened
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.slots import named_like
 
-# TensorFlow only (otherwise None): a variable has one copy per replica, so the copies can hold different slices.
+# TensorFlow only (otherwise None): makes checkpoints join the slices that a variable's copies on replicas hold.
 _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 

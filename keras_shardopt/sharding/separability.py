@@ -284,7 +284,7 @@ VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 
 def fresh_copy(optimizer: Optimizer, **changes: Any) -> Any:
-    """Return an optimizer that is not built, created from the config of another with these changes."""
+    """Return a copy of the optimizer that is not built, from its config with these changes."""
     kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():

@@ -80,7 +80,7 @@ class ShardedState(OptimizerWrapper):
             runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """Set the final values of weights after training. With `use_ema`, these are averages, which can be sharded."""
+        """Set the final values of weights after training. With `use_ema`, the values are averages."""
         if self._shards is None:
             super().finalize_variable_values(var_list)
         elif self.use_ema or _finalizes(innermost(self)):

@@ -465,7 +465,7 @@ def _buckets(
 # PyTorch only (otherwise None): reduces gradients during the backward pass.
 _sliced = for_backend({"torch": "keras_shardopt.backends.torch.sliced_bucket"})
 
-# PyTorch only (otherwise None): slices share memory with the whole variable.
+# PyTorch only (otherwise None): lets slices share memory with the whole variable.
 _memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})
 
 

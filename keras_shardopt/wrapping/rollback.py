@@ -258,7 +258,7 @@ def stamp(counter: Variable) -> Any:
     return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
 
 
-# TensorFlow only (otherwise None): a saved tensor may belong to another graph, and then it cannot be used.
+# TensorFlow only (otherwise None): detects saved tensors of another graph, which cannot be used.
 _graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"})
 
 

@@ -30,14 +30,14 @@ from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 
-# JAX only (otherwise None): an array can be divided among processes.
+# JAX only (otherwise None): reads an array that is divided among processes.
 _parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 
 
 class DividedState(Protocol):
-    """An optimizer's state, divided among replicas. These methods save and load it."""
+    """An optimizer's state, divided among replicas, with methods that save and load the state."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
         """Return the shape of the undivided state; None if only another replica has the state."""

@@ -57,7 +57,7 @@ from keras_shardopt.wrapping.trackable import InCheckpoints
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# PyTorch only (otherwise None): kernels that multiply gradients within the update.
+# PyTorch only (otherwise None): kernels that can scale gradients within the update.
 _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 _CHECK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")

@@ -34,8 +34,8 @@ class Position(NamedTuple):
 def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
     """Save the training state of a model as a new checkpoint to which each process writes its part.
 
-    Every process must call it, at the same point of the program. No process gathers the state of others: each writes
-    its slices of a sharded state, and an equal share of the values that all processes have, such as weights. The
+    Every process must call it, at the same point of the program. No process gathers the state of other processes:
+    each writes its slices of sharded state, and an equal share of values that all processes have, such as weights. The
     checkpoint contains all that `BackupAndRestore` restores: weights, optimizer state, moving statistics, seeds, random
     number states, and compression errors (for `error_feedback`). All processes must have access to the directory.
 
@@ -57,7 +57,7 @@ def save_sharded(model: Any, directory: str | os.PathLike[str]) -> str:
         ModuleNotFoundError: if `safetensors` is not installed.
         OSError: if a process cannot write, or has no access to the directory.
 
-    All of them are raised on every process.
+    Each error is raised on every process.
 
     Example:
         >>> import keras, numpy as np, tempfile, keras_shardopt as ks
@@ -85,12 +85,12 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
     Every process must call it, at the same point of the program. The checkpoint may have been saved on another backend,
     by another number of processes, and with or without `shard_state`. Each process reads the values that it needs, and
     checks them against their hashes. With the same number of processes, each gets its random number states and
-    per-replica values. Otherwise all processes get those of process 0, and compression errors start at 0.
+    per-replica values. Otherwise all processes use those of process 0, and compression errors start at 0.
 
     Args:
         model: a built `keras.Model`. If it is not compiled, its optimizer state is left out.
         path: str or path: a checkpoint, or a directory of checkpoints. The newest complete one in a directory is
-            restored, whatever its step; if it is damaged, the one before, with a warning.
+            restored, whatever its step. If it is damaged, the checkpoint before it is restored, with a warning.
 
     Returns:
         A `Position`: `step` is the number of updates, `epoch` the number of finished epochs, for `initial_epoch` of
@@ -98,11 +98,11 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
 
     Raises:
         TypeError: if `model` is not a `keras.Model`, or `path` not a path.
-        ValueError: if the checkpoint is of another model or optimizer. Then nothing is changed.
+        ValueError: if the checkpoint is of another model or optimizer. The model is unchanged.
         FileNotFoundError: if no complete checkpoint exists.
         OSError: if the given checkpoint, or each one in the directory, is damaged.
 
-    All of them are raised on every process.
+    Each error is raised on every process.
 
     Example:
         >>> import keras, tempfile, keras_shardopt as ks

@@ -65,7 +65,7 @@ class _Program:
                     raise _UnknownVariables(scope.unknown)
                 return result, [scope.get_current_value(variable) for variable in variables]
 
-            # Keep the shardings of variables. If the compiler chose others, the next call would compile again.
+            # Keep the shardings of variables. If the compiler chose other shardings, the next call would compile again.
             placed = [variable.value.sharding for variable in variables]
             options = {} if keras.distribution.distribution() is None else {"out_shardings": (None, placed)}
             self._jitted[key] = jax.jit(pure, donate_argnums=0, **options)

@@ -85,7 +85,7 @@ def optimize_loss(
         loss_scaling_params: as in `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
         iter_size: int >= 1. Micro-batches per update. The update uses the mean of their gradients. With several
-            replicas on JAX, each micro-batch communicates, and a warning appears. `fit` of prepared models avoids this.
+            replicas on JAX, each micro-batch communicates, and a warning appears. `prepare(model)` and `fit` avoid it.
         skip_update_ph: True or None (default). None: every `iter_size`-th call updates. True: the caller decides.
             `step(*batch, skip_update=True)` accumulates; `skip_update=False` accumulates and updates.
         model: a built `keras.Model` or None. Its regularization losses and those of `add_loss` are added to the loss.

@@ -56,8 +56,8 @@ _SLOTS: dict[type, tuple[str, ...]] = {
     torch_sgd.SGD: ("momentums",),
     keras.optimizers.Ftrl: ("_accumulators", "_linears"),
 }
-"""The slots of each class: its attributes with lists of state variables, one per weight. An optimizer has only those
-that its arguments, such as `amsgrad`, need."""
+"""The slots of each class: its attributes with lists of state variables, one per weight. An optimizer has only the
+slots that its arguments, such as `amsgrad`, need."""
 
 DTYPES = (torch.float32, torch.float64)
 """Dtypes that pieces support. In half precision, PyTorch rounds the last elements of an array, which do not fill a
