@@ -99,7 +99,7 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
     if excess[rank, i] > threshold:
         return _slow(values.mean(axis=0), rank, phases[i])
     best = values.min(axis=0)  # each probe is one short call
-    # Process 0 receives the messages, so messages from its own machine are fast.
+    # Process 0 receives the messages, so messages from its machine are fast. Compare messages from other machines.
     compared_ranks = {"forward pass": range(len(best)), "message": remote or range(1, len(best))}
     for name, factor in (("forward pass", threshold), ("message", _MESSAGE_FACTOR)):
         ranks, probe = compared_ranks[name], len(PHASES) + PROBES.index(name)

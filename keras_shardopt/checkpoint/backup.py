@@ -68,7 +68,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     The next `fit` with this directory restores the state on all processes and continues with the next epoch. A
     restarted job (`torchrun --max-restarts 3 train.py`) ends with the weights of an uninterrupted job if it uses the
-    same model, optimizer, data and arguments of `fit`. A backup of `CrossShard(shard_state=True)` fits any number of replicas.
+    same model, optimizer, data and arguments of `fit`. With `shard_state=True`, a backup fits any number of replicas.
 
     Limits:
 

@@ -69,7 +69,7 @@ class ReportsCommunication:
 
         The report is empty before the first update, with one replica, and if gradients arrive reduced: under
         PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without a per-replica option. With `LocalSGD`
-        it is the mean over the updates of a sync step; on PyTorch it is empty between warm-up and first sync step.
+        the report is the mean over updates between two syncs. On PyTorch it is empty from warm-up to the first sync.
 
         Returns:
             A `CommunicationReport` with `bytes_per_update`, `float32_bytes`, `ratio`, `collectives`, `num_updates`.

@@ -177,7 +177,7 @@ class ScaledUpdate(OptimizerWrapper):
         return self._scaler._count_if_good(_to_check(grads, variables))
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
-        """Returns the result of `check_grads` for the unscaled gradients of all replicas."""
+        """Returns whether any replica's gradients have a NaN, and their largest absolute value without the scale."""
         checked = _to_check(grads, variables)
         has_nan, amax = check_grads(checked) if self._scaler is None else self._scaler._fast_check(checked)
         amax = amax / scale

@@ -28,7 +28,7 @@ class ReportsNonFinite(OptimizerWrapper):
 
     @property
     def last_nonfinite(self) -> tuple[int | None, str | None] | None:
-        """The replica and the variable's path of the last non-finite gradient (the first such variable).
+        """The replica, and the path of the first variable, with a non-finite gradient in the last skipped update.
 
         None if all gradients were finite so far, and with `on_nonfinite="ignore"`. The replica is None if gradients
         were reduced before the optimizer received them. Reading this property waits for the devices.

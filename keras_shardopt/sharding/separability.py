@@ -279,7 +279,7 @@ def _variable_with(like: Variable, values: np.ndarray) -> Variable:
     return named_like(like, initializer=initializer, shape=values.shape, dtype="float32")
 
 
-# Updates must be visible: a schedule may begin with a rate of 0, and accumulation delays the update.
+# Options that make updates visible in a trial: a schedule may begin with a rate of 0, and accumulation delays updates.
 VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 

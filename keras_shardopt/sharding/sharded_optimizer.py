@@ -162,7 +162,7 @@ class ShardedState(OptimizerWrapper):
             store[str(i)] = stored_value(self, variable, store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # A SavedModel stores variables unchanged, so it would contain only one replica's part of the state. Omit it.
+        # Omit the state from a SavedModel, which stores variables unchanged: it would have only one replica's part.
         is_divided = self._shards is not None and save_type != "checkpoint"
         return {} if is_divided else super()._trackable_children(save_type, **kwargs)
 

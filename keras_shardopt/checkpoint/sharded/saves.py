@@ -195,7 +195,7 @@ def newest(path: str) -> Checkpoint:
 
 
 def delete(folder: str) -> None:
-    """Delete a checkpoint. The manifest goes first, so after a failure the rest does not count as a checkpoint."""
+    """Delete a checkpoint, its manifest first: if this fails midway, the rest does not count as a checkpoint."""
     with contextlib.suppress(OSError):
         os.remove(os.path.join(folder, MANIFEST))
     shutil.rmtree(folder, ignore_errors=True)

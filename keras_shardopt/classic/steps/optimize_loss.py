@@ -236,7 +236,7 @@ class TrainingStep:
         return 1 if self._recorder is None else self._recorder.every
 
     def _window(self, skip_update: bool | None) -> bool:
-        """Return whether this call updates, or only accumulates."""
+        """Return True if this call makes an update, and False if it only accumulates gradients."""
         if (skip_update is not None) != self._caller_decides:
             needed = "must be given with each call" if self._caller_decides else "is counted by the step itself"
             raise ValueError(

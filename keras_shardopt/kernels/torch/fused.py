@@ -90,7 +90,7 @@ class _FusedStep:
         self.divides = False
 
     def methods(self) -> dict[str, Callable[..., None]]:
-        """Return the methods that replace methods of the optimizer, by name."""
+        """Return functions by the names of the optimizer's methods that they replace."""
         includes_decay = self._optimizer.weight_decay is not None and _rule_of(self._optimizer) is _adam
         return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if includes_decay else {})}
 
