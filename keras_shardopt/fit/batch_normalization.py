@@ -199,7 +199,7 @@ _WARNED = "_keras_shardopt_warned"
 
 
 def _warn_of_local_statistics(layer: Any) -> None:
-    """Warn, once per layer, that it normalizes with the rows of one replica."""
+    """Warn, once per layer, that the layer normalizes with the rows of one replica only."""
     try:
         is_local = not runtime.communicator("").is_spmd  # one SPMD program has the rows of all replicas
     except ValueError:  # the layer runs in the user's `shard_map` or `pmap`

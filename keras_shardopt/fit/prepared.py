@@ -39,7 +39,7 @@ class PreparedModel(Prepared, keras.Model):
 
 
 def logs_of_epoch(model: Any, logs: Any) -> Any:
-    """Return `logs`; `{}` if the epoch had no batch, because Keras then passes the logs of the epoch before."""
+    """Return `logs`, or `{}` after an epoch without batches, because Keras then passes the logs of an earlier epoch."""
     before = vars(model).get(_LAST_LOGS)
     if not (before and (logs is before or logs == {})):
         object.__setattr__(model, _LAST_LOGS, logs)

@@ -70,7 +70,7 @@ class NotCountedError(ValueError):
 
 
 class CountingPart(PartOfBatch):
-    """The communicator of a first run. It only records the values that losses sum over parts."""
+    """The communicator in a run that only records the values that losses sum over all parts of the batch."""
 
     def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
         super().__init__(replica_id, num_replicas, is_first, is_last)

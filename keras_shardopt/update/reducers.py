@@ -232,7 +232,7 @@ class Overlapped:
         return step
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return the same as `AllReduce.predicted_bytes`. The second number is None (unknown) with a codec."""
+        """Return the bytes for this replica's gradient slices, and for sending (None with a codec, because unknown)."""
         if _bytes is None or (self._among is not None and self.buckets is None):
             return 0, 0
         num_ranks = self._context.communicator().num_replicas
@@ -281,7 +281,7 @@ def reducer_of(
     transport: Transport | None = None,
     shards: GradientSlicer | None = None,
 ) -> AllReduce | Overlapped:
-    """Return the reducer for these options; with `shards`, one that gives each replica its slices."""
+    """Return the object that reduces gradients for these options. With `shards`, each replica gets only its slices."""
     if transport is None:
         transport = transport_of(options.compression, context)
         transport.check()

@@ -104,7 +104,7 @@ class Stage:
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether the stage needs each replica's gradients. `CrossShard` then raises ValueError for reduced ones."""
+        """Whether the stage needs each replica's gradients. If so, `CrossShard` raises for reduced gradients."""
         return self._overrides("local")
 
     @property

@@ -422,7 +422,7 @@ class PowerSGD(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Encode and sum tensors. If `update` is a traced tensor, compile both cases: in the warm-up, and after it."""
+        """Encode and sum tensors. If `update` is traced, compile two branches: the warm-up, and later updates."""
 
         def reduce(update: Any) -> Reduced:
             return super(PowerSGD, self).reduce(tensors, along, comm, update, factors)

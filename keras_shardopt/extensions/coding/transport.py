@@ -26,10 +26,10 @@ from keras_shardopt.wrapping.chain import base_optimizers
 _FACTOR = "compression_factor_"
 """Prefix of the key under which `Step.notes` has a variable's matrix of `PowerSGD`. The variable's index follows."""
 
-# None except on TensorFlow: there, a collective cannot run inside a branch of `cond`.
+# TensorFlow only, because there a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
-# None except on PyTorch: there, encoded gradients can be sent during the backward pass.
+# PyTorch only, because there encoded gradients can be sent during the backward pass.
 _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 

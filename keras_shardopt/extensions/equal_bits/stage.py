@@ -39,7 +39,7 @@ _SMALL = 2**14
 """Up to this number of elements, each replica gathers and adds the sums of all replicas: one collective, not two."""
 
 
-# None except on TensorFlow: there, replicas are devices of one process, so `Tree` sums tensors without joining them.
+# TensorFlow only: there, replicas are devices of one process, so `Tree` sums tensors without joining them.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 

@@ -181,7 +181,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Call `on_loss`, if set, after the first loss. End the step here if it only computes divisors of losses."""
+        """After the first loss, call `on_loss`, if set. In a step that only computes divisors of losses, stop here."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None

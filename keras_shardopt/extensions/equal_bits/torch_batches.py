@@ -30,7 +30,7 @@ class KeptState:
 
     def state(self, is_in_call: bool) -> list[Variable]:
         """Return the variables, apart from weights, that layers change. Called before each training step."""
-        # Search again before the second step, because layers called only in training create variables in the first.
+        # Search again before the second step, because some layers create variables in the first training step.
         if not is_in_call or self._num_trained < 2:
             self._state = changed_by_forward_passes([self._model])
             self._num_trained += 1

@@ -156,7 +156,7 @@ class _LocalStep:
         return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
 
     def _synced_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
-        """Return moving statistics: means over replicas if this step averaged weights, otherwise this replica's."""
+        """Return moving statistics: means over replicas if this step averaged weights, otherwise this replica's own."""
         local, optimizer, place = self._local, self._model.optimizer, self._place
         count, last_syncs = updated[place[id(local.count)]], updated[place[id(local.last_syncs)]]
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)

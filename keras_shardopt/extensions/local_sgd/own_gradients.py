@@ -49,5 +49,5 @@ class OwnGradients(AllReduce):
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 
     def finish(self, comm: Communicator) -> None:
-        """Assign the mean over replicas to the weights."""
+        """When training ends, assign the mean over replicas to the weights."""
         self._stage.before_reading()

@@ -273,12 +273,12 @@ class LocalUpdates(ExtensionStage):
         self.last_syncs.assign(ops.stack([ops.cast(first, self.last_syncs.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """Return the number of updates from a sync step at update `since` (negative: none yet) to the next one."""
+        """Return the number of updates between the average of weights at update `since` and the next average."""
         start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
     def set_references(self) -> None:
-        """Copy the weights to the reference weights."""
+        """Copy the weights to the reference weights. The next average is that of the changes since then."""
         for reference, weight in zip(self.references, self.weights()):
             # Copy, because a JAX step cannot take (donate) the buffer of one array for two variables.
             reference.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), reference.dtype)))
@@ -433,7 +433,7 @@ class LocalUpdates(ExtensionStage):
         return self.statistics if self.num_updates or (window is not None and window.num_taken) else []
 
     def unsynced(self) -> list[int]:
-        """Return the positions of the weights updated since their last sync step."""
+        """Return the indices of the weights that were updated since replicas last averaged them."""
         count = self.num_updates
         starts = np.maximum(ops.convert_to_numpy(self.last_syncs), self._settings.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
@@ -450,7 +450,7 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.resume(begins_epoch)
 
     def restart(self) -> None:
-        """Continue as after a sync step from the current weights, which must be equal on all replicas."""
+        """Continue from the current weights, as if replicas had just averaged them. They must be equal on all."""
         self.set_references()
         self._schedule_syncs(self.num_updates)
         self.transport.reset()

@@ -12,7 +12,7 @@ from keras_shardopt.update.trainer_context import current_share
 
 
 class NoiseAverages:
-    """The averages of `GradientNoise`. A part is the batch of a replica, or a micro-batch of a single replica."""
+    """The moving averages of `GradientNoise`. "Part" means a replica's batch or, on a single replica, a micro-batch."""
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum

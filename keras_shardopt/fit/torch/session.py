@@ -513,7 +513,7 @@ class _Unreported:
         return max(wanted, 0)
 
     def reported(self, num_promised: int) -> None:
-        """Clear the batches, because a message has reported them, and set the number of promised batches."""
+        """Clear the batches, because a message has reported them. Store how many batches that message promised."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         add_promised_steps(self._num_promised - before)

@@ -264,7 +264,7 @@ def _step(session: Session, real: Callable[[Any], Any], data: Any, trains: bool 
 
 
 def _metrics_result(model: Any) -> Any:
-    """Replaces Keras's method, which sums over ranks in 3.16: here, metrics are per-rank until an epoch ends."""
+    """Replaces Keras's method. Metrics stay per-rank until an epoch ends, but Keras 3.16 would sum them over ranks."""
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)
