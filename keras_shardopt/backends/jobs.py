@@ -247,7 +247,7 @@ def check_joined(num_processes: int, framework: str) -> None:
             fix = f"Connect the processes as {framework} does, before `data_parallel()`."
         raise RuntimeError(
             "`data_parallel()` must connect all processes of a job, or each trains a separate model. "
-            f"Received: {variable} for {size} processes of {reader}, and one unconnected process of {framework}. "
+            f"Received: {variable} describes {size} processes of {reader}, but this process runs {framework} alone. "
             f"{fix} To train in one process, unset {variable}."
         )
 

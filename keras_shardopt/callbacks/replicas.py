@@ -184,7 +184,8 @@ class CheckReplicas(keras.callbacks.Callback):
                 f"Received, after {self._num_batches} batches of this `fit`: different values of "
                 f"{check.listed(found, '; of ')}. "
                 "Check that all gradients are averaged, that no replica alone changes variables, and that memory has "
-                "no errors. Continue from the last checkpoint; `fit` of a prepared model starts with equal replicas."
+                "no errors. Load the last checkpoint, and call `fit` again: it gives all replicas the "
+                "same weights."
             )
 
 

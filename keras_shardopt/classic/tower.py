@@ -86,7 +86,7 @@ class _Replication:
         raise ValueError(
             "Each tower must call each `Tower` optimizer equally often. Received: "
             f"{self._num_calls[key][: self.tower + 1]} calls of `{self._names[key]}` in towers 0 to {self.tower}. "
-            "Make the calls independent of the data, and compile what `replicate` returns instead of the step."
+            "Call each `Tower` whatever the data are. If you compile, compile the function that `replicate` returns."
         )
 
 

@@ -79,7 +79,8 @@ def launch_processes(
         if status:
             raise RuntimeError(
                 "All processes must end without errors. Received: the exit status "
-                f"{status} of `python -m keras_shardopt.launch --nproc {num_processes}`. Read its last line above."
+                f"{status} of `python -m keras_shardopt.launch --nproc {num_processes}`. "
+                "The last line of its output above names the cause."
             )
         if not (folder / RESULT).exists():
             raise RuntimeError(

@@ -167,7 +167,9 @@ class UserStage(Stage):
             raise TypeError(f"{rule} a dict of `notes`. Received: {_shown(after.notes)}. {fix}")
         if hook == "local" and not _same(after.variables, before.variables):
             fix = "Do not change `variables`. Set the gradient of a variable to None to keep its value."
-            raise ValueError(f"{rule} the step's `variables`. Received: {len(after.variables)} others. {fix}")
+            raise ValueError(
+                f"{rule} the `variables` of `step`. Received: {len(after.variables)} other variables. {fix}"
+            )
         if not isinstance(after.grads, (list, tuple)):
             raise TypeError(f"{rule} a list of `grads`. Received: {_shown(after.grads)}. Use a list.")
         if len(after.grads) != len(after.variables):

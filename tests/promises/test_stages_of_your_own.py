@@ -284,7 +284,7 @@ def test_replicas_send_gradients_of_all_variables_in_their_dtypes():
         return step.replace(grads=step.grads[:1], variables=step.variables[:1])
 
     weights = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-    with pytest.raises(ValueError, match="`Hands.local` must return the step's `variables`"):
+    with pytest.raises(ValueError, match="`Hands.local` must return the `variables` of `step`"):
         ks.CrossShard("sgd", stages=[Hands("local", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
     ks.CrossShard("sgd", stages=[Hands("commit", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
     wide = Hands("local", lambda step: step.replace(grads=[ops.cast(g, "float32") for g in step.grads]))
