@@ -332,6 +332,10 @@ with "gloo".
 and Keras. *Fails*: at least one test fails. *Not run*: the tests were not part of that run; most belong to the
 exhaustive suite. A backend or a Keras without a column had no report. Features not listed are not promised.
 
+The columns are from the versions in `constraints.txt` and `constraints-lowest.txt`. Tests also ran on Python 3.13.0 with
+NumPy 2.5.5 and Keras 3.15.1: the default tests on JAX 0.12.0.1 and TensorFlow 2.21, the unit and contract tests on
+PyTorch 2.13. On a preview of Keras 3.16, only some tests of JAX ran.
+
 """
 
 

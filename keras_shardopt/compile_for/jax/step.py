@@ -4,7 +4,7 @@ The step is the function that Keras' trainer passes to `jax.jit`. JAX exports it
 that platform (in `libtpu` or in JAX's CUDA plugin) then compiles it for devices that are only described.
 
 Private names of Keras touched here (test_private_names.py checks that each exists):
-    `keras.src.backend.jax.core.JaxVariable._initialize_with_initializer` - creates the initial value of a variable on
+    `keras.src.backend.jax.Variable._initialize_with_initializer` - creates the initial value of a variable on
         all devices of its layout.
 """
 
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
-from keras.src.backend.jax.core import JaxVariable
+from keras.src.backend.jax import Variable
 
 from keras_shardopt.compile_for import hlo
 from keras_shardopt.compile_for.report import Compiled
@@ -99,19 +99,19 @@ def _sharing_memory() -> Iterator[None]:
 
     For a NumPy array, all CPU devices use its buffer. For an array on one device, JAX makes a copy per other device.
     """
-    put, initialize = jax.device_put, JaxVariable._initialize_with_initializer
+    put, initialize = jax.device_put, Variable._initialize_with_initializer
 
     def put_shared(value: Any, *args: Any, **kwargs: Any) -> Any:
         return put(jax.tree.map(_on_host, value), *args, **kwargs)
 
     def initialize_shared(variable: Any, initializer: Any) -> None:
-        super(JaxVariable, variable)._initialize_with_initializer(initializer)
+        super(Variable, variable)._initialize_with_initializer(initializer)
 
-    jax.device_put, JaxVariable._initialize_with_initializer = put_shared, initialize_shared
+    jax.device_put, Variable._initialize_with_initializer = put_shared, initialize_shared
     try:
         yield
     finally:
-        jax.device_put, JaxVariable._initialize_with_initializer = put, initialize
+        jax.device_put, Variable._initialize_with_initializer = put, initialize
 
 
 def _on_host(value: Any) -> Any:
