@@ -47,9 +47,10 @@ ARGUMENTS = {
 
 
 def model_parallel(mesh, layout):
-    shape = tuple(int(size) for size in mesh.split("x"))
-    devices = [f"cpu:{i}" for i in range(shape[0] * shape[1])]
-    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ["batch", "model"], devices))
+    sizes, *is_turned = mesh.split(", ")
+    axes = list(zip(map(int, sizes.split("x")), ["batch", "model"]))[:: -1 if is_turned else 1]
+    devices = [f"cpu:{i}" for i in range(axes[0][0] * axes[1][0])]
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(*zip(*axes), devices))
     for path, axes in LAYOUTS[layout].items():
         layouts[path] = axes
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
@@ -112,7 +113,11 @@ CASES = [(m, layout, sizes, "momentum", "plain") for m in MESHES for layout in L
 CASES += [("1x4", "columns", "uneven", "momentum", "plain")]
 CASES += [
     (m, layout, sizes, inner, arguments)
-    for m, layout, sizes in [("2x2", "columns", "uneven"), ("4x2", "mixed", "even"), ("2x4", "rows", "uneven")]
+    for m, layout, sizes in [
+        ("4x2, model first", "columns", "uneven"),
+        ("4x2", "mixed", "even"),
+        ("2x4", "rows", "uneven"),
+    ]
     for inner in INNER
     for arguments in ARGUMENTS
     if (inner, arguments) != ("momentum", "plain")
@@ -120,7 +125,7 @@ CASES += [
 BY_DEFAULT = [
     ("2x4", "rows", "uneven", "momentum", "plain"),
     ("4x2", "mixed", "even", "chain", "skips"),
-    ("2x2", "columns", "uneven", "momentum", "accumulates and clips"),
+    ("4x2, model first", "columns", "uneven", "momentum", "accumulates and clips"),
     ("2x4", "rows", "uneven", "adam", "accumulates"),
 ]
 

@@ -62,3 +62,17 @@ def test_an_update_that_may_be_skipped_writes_its_weights_only(make):
     made = [line for line in entry.splitlines() if re.search(r"= (\(.*)?\w+\[5,7\]", line) and "parameter(" not in line]
     assert not [line for line in made if "pred[5,7]" in line]
     assert len([line for line in made if " fusion(" in line or " copy(" in line]) == 1
+
+
+@pytest.mark.backends("torch")
+def test_rows_that_a_sparse_gradient_repeats_are_added_first():
+    import torch
+
+    from keras_shardopt.backends.torch.nonfinite import first_not_finite
+
+    def sparse(*values):
+        return torch.sparse_coo_tensor(
+            [[1] * len(values)], [[value] for value in values], (3, 1), check_invariants=True
+        )
+
+    assert first_not_finite([sparse(3e38, -3e38), None, sparse(3e38, 3e38)]) == 3

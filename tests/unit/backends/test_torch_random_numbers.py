@@ -1,5 +1,6 @@
 """PyTorch: which numbers a rank draws, before and after a restart."""
 
+import keras
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -27,3 +28,14 @@ def test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers(monkeypa
         random_numbers.set_rng_state(of_rank_0, is_own=False)
         random_numbers.seed_per_rank(SecondRank, [])
         assert torch.initial_seed() == seed
+
+
+@pytest.mark.parametrize(("seed", "is_equal"), [(lambda: 5, True), (lambda: keras.random.SeedGenerator(5), False)])
+def test_a_seed_that_is_a_number_gives_all_replicas_the_same_numbers(seed, is_equal):
+    found = []
+    with random_numbers.as_parts() as begin:
+        for part in range(2):
+            begin(part, [0])
+            draw = random_numbers.in_step(lambda: keras.random.uniform((3,), seed=seed()).tolist())
+            found.append(draw())
+    assert (found[0] == found[1]) == is_equal
