@@ -37,6 +37,10 @@ number of copies on this machine, index on this machine. The first match counts.
 run inside a step of `srun`."""
 
 
+HEARTBEATS = "KERAS_SHARDOPT_HEARTBEATS"
+"""The variable with the directory in which the launcher finds the last step of each process."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One of the copies of a program that a command such as `srun` has started."""

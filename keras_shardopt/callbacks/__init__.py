@@ -1,6 +1,7 @@
 """Callbacks that compare replicas or runs, save checkpoints, stop at NaN, and write TensorBoard summaries."""
 
 from keras_shardopt.callbacks.fingerprints import Fingerprints, first_difference
+from keras_shardopt.callbacks.heartbeat import Heartbeat
 from keras_shardopt.callbacks.nonfinite import StopOnNonFinite
 from keras_shardopt.callbacks.replicas import CheckReplicas, SyncReplicas
 from keras_shardopt.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -13,6 +14,7 @@ __all__ = [
     "BackupAndRestore",
     "CheckReplicas",
     "Fingerprints",
+    "Heartbeat",
     "ModelCheckpoint",
     "ShardedCheckpoint",
     "StepReport",

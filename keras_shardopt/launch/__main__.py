@@ -82,6 +82,8 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
         node_rank=given.node_rank,
         coordinator=given.coordinator,
         hosts=[host for host in given.hosts.split(",") if host],
+        log_dir=given.log_dir,
+        watch=given.watch,
     )
     return int(least or most), job
 
@@ -133,6 +135,18 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="HOST,...",
         help="TensorFlow with several machines: the addresses of all machines, ordered by --node-rank.",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="A directory to which the output of each process is also written, as rank-0.log and so on.",
+    )
+    parser.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="Ends the job if a process makes no step in this time, and prints the stacks of all processes. The program"
+        " needs `keras_shardopt.callbacks.Heartbeat()` among the callbacks of `fit`.",
     )
     parser.add_argument(
         "-m",

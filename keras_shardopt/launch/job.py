@@ -36,6 +36,12 @@ class Job:
     hosts: Sequence[str] = ()
     """The addresses of all machines, ordered by `node_rank`."""
 
+    log_dir: str | None = None
+    """A directory for the output of each process."""
+
+    watch: float | None = None
+    """The seconds without a step after which the job is ended."""
+
     @property
     def num_processes(self) -> int:
         """The number of processes on all machines together."""
@@ -68,6 +74,13 @@ class Job:
                 "Several machines need `--coordinator HOST:PORT`, the same on all of them: an address of machine 0 "
                 f"and a free port there. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
             )
+        if self.watch is not None and not 0 < self.watch < float("inf"):
+            raise JobError(f"`--watch` must be a number of seconds above 0. Received: {self.watch:g}.")
+        if self.log_dir is not None:
+            try:
+                pathlib.Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise JobError(f"`--log-dir` must be a directory, or a new one. Received: {error}.") from error
         if not self.program:
             raise JobError("A program to run must follow the options, as in `--nproc 2 train.py`. Received: none.")
         if self.program[0] != "-m" and not pathlib.Path(self.program[0]).is_file():

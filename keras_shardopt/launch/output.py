@@ -18,10 +18,14 @@ class Output:
 
     A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process also moves.
     In a file, and for other processes, only the final line of a bar is printed.
+
+    Args:
+        first: the process whose bars move.
+        log_dir: path or None. A directory with a file for the lines of each process, which are appended.
     """
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self, first: int, log_dir: str | None = None) -> None:
+        self._first, self._log_dir = first, log_dir
         self._lock = threading.Lock()
         self._terminal = next((out for out in (sys.stdout, sys.stderr) if out.isatty()), sys.stdout)
         self._bar = ""  # the bar now shown in the terminal's last line
@@ -61,8 +65,16 @@ class Output:
                 if "\r" in rest:  # keep only the text after the last \r
                     bar = prefix + _shown(rest)
                     rest = "\r" + _shown(rest)
-                self._write([prefix + _shown(line) for line in lines], out, bar, shows_bars)
-            self._write([prefix + _shown(rest)] if rest else [], out, "", shows_bars)
+                self._print(process, lines, out, bar, shows_bars)
+            self._print(process, [rest] if rest else [], out, "", shows_bars)
+
+    def _print(self, process: int, lines: Sequence[str], out: IO[str], bar: str, shows_bars: bool) -> None:
+        lines = [_shown(line) for line in lines]
+        if lines and self._log_dir is not None:
+            name = os.path.join(self._log_dir, f"rank-{process}.log")
+            with self._lock, contextlib.suppress(OSError), open(name, "a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        self._write([f"[{process}] {line}" for line in lines], out, bar, shows_bars)
 
     def _write(self, lines: Sequence[str], out: IO[str], bar: str = "", shows_bars: bool = False) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_shardopt.launch.job import Job
 from keras_shardopt.launch.output import Output
+from keras_shardopt.launch.watch import Watch, watching
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a program. The launcher forwards them, because a terminal sends them only to the launcher."""
@@ -45,22 +46,22 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
     Raises:
         Stopped: if this process received a signal of `ENDING`; all processes have then ended.
     """
-    output = Output(job.ranks[0])
-    with _forwarded_signals() as received:
+    output = Output(job.ranks[0], job.log_dir)
+    with watching(job) as watch, _forwarded_signals() as received:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in zip(job.ranks, environments):
                 # Use a separate session, so Ctrl-C in a terminal reaches only the launcher, which forwards the signal.
                 process = subprocess.Popen(
                     job.command,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **environment, **watch.environment},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                 )
                 processes.append(process)
                 output.copy(rank, process.stdout, process.stderr)
-            failed = _wait(job, processes, received, output)
+            failed, hung = _wait(job, processes, received, output, watch)
         finally:
             for process in processes:
                 _signal(process, signal.SIGKILL)  # and its child processes
@@ -70,6 +71,9 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
             how, status = _ending(-received[0], None)
             output.say(f"the launcher {how}. Exit status: {status}.")
             raise Stopped(received[0])
+    if hung:
+        output.say(f"{hung} Exit status: {128 + signal.SIGABRT}.")
+        return 128 + signal.SIGABRT
     if failed is None:
         return 0
     how, status = _ending(processes[failed].returncode, output.raised.get(job.ranks[failed]))
@@ -79,22 +83,31 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
 
 
 def _wait(
-    job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output
-) -> int | None:
-    """Waits until all processes end, and ends them if a process fails. Returns the failed process's index, or None."""
+    job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output, watch: Watch
+) -> tuple[int | None, str]:
+    """Waits until all processes end, and ends them if a process fails or hangs.
+
+    Returns the failed process's index, or None; and the positions of all processes if one hangs, otherwise "".
+    """
     failed: int | None = None
+    hung = ""
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
     while True:
         statuses = [process.poll() for process in processes]
-        if failed is None and not received:
+        if failed is None and not received and not hung:
             # If several processes failed since the last poll, choose the process with the earliest traceback.
             ended = [i for i, status in enumerate(statuses) if status]
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
                 limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
                 output.say(f"process {job.ranks[failed]} failed; all others are ended after {_SECONDS_TO_FAIL:g} s.")
+            elif failed is None and None in statuses and (hung := watch.hung()):
+                output.say(f"{hung} The stacks of all processes follow.")
+                for process in processes:
+                    process.send_signal(signal.SIGABRT)  # Python's `faulthandler` prints the stacks
+                limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGKILL
         if None not in statuses:
-            return failed
+            return failed, hung
         if len(received) > num_sent:
             number = received[0] if num_sent == 0 else signal.SIGKILL  # a second signal kills at once
             limit, then, num_sent = time.monotonic() + _SECONDS_TO_END, signal.SIGKILL, len(received)

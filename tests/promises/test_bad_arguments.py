@@ -70,6 +70,7 @@ VALID = {
     "callbacks.BackupAndRestore": lambda: {"backup_dir": "nowhere"},
     "callbacks.CheckReplicas": dict,
     "callbacks.Fingerprints": lambda: {"filepath": "prints"},
+    "callbacks.Heartbeat": dict,
     "callbacks.ModelCheckpoint": lambda: {"filepath": "model.keras"},
     "callbacks.ShardedCheckpoint": lambda: {"directory": "checkpoints"},
     "callbacks.StepReport": dict,

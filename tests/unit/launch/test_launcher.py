@@ -164,6 +164,59 @@ def test_a_progress_bar_of_process_0_moves_on_a_terminal(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_output_of_each_process_is_also_in_its_file(tmp_path, capfd):
+    text = "import os, sys, time\nprint(sys.argv[1])\n"
+    text += "print('1/2\\r2/2', file=sys.stderr)\nos.write(1, b'\\xe2\\x94'); time.sleep(0.1); os.write(1, b'\\x81')"
+    given = made(tmp_path, text, log_dir=str(tmp_path))
+    for _ in range(2):  # a second start continues the files
+        assert supervisor.supervise(given, numbered(2)) == 0
+    for rank in range(2):
+        lines = (tmp_path / f"rank-{rank}.log").read_text(encoding="utf-8").splitlines()
+        assert sorted(lines) == sorted(2 * ["an argument", "2/2", "━"])
+    printed = [f"[{rank}] {words}" for rank in range(2) for words in ("an argument", "━")]
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(2 * printed)
+
+
+BEATS = """
+import json, os, pathlib, sys, time
+rank = int(os.environ["NUMBER"])
+file = pathlib.Path(os.environ["KERAS_SHARDOPT_HEARTBEATS"], f"rank-{rank}.json")
+def beat(step, phase):
+    file.with_suffix(".new").write_text(json.dumps({"epoch": 1, "step": step, "phase": phase}))
+    file.with_suffix(".new").rename(file)
+def hangs_here():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("others", [["1"], ["1", "2"]])
+def test_a_job_without_steps_ends_with_the_stacks_of_all(tmp_path, capfd, others):
+    text = (
+        f"{BEATS}\nfor step in range(1, 11):\n    beat(step, 'training'); time.sleep(0.1)\n"
+        "    if rank == 0 and step == 9: hangs_here()\ntime.sleep(600)"
+    )
+    given = made(tmp_path, text, 1 + len(others), watch=0.7)
+    assert supervisor.supervise(given, numbered(1 + len(others))) == 128 + signal.SIGABRT
+    lines = capfd.readouterr().err.splitlines()
+    more = f"process{'es' if len(others) > 1 else ''} {', '.join(others)} in epoch 1, step 10 (training)"
+    hung = f"keras_shardopt.launch: no step for 0.7 s: process 0 in epoch 1, step 9 (training); {more}."
+    assert lines[0] == f"{hung} The stacks of all processes follow." and lines[-1] == f"{hung} Exit status: 134."
+    stacks = [line for line in lines if "program.py" in line]
+    assert [line[:3] for line in stacks if "hangs_here" in line] == ["[0]"]
+    assert {line[:3] for line in stacks} == {"[0]", *(f"[{other}]" for other in others)}
+
+
+def test_a_process_that_has_not_begun_or_has_ended_its_training_does_not_hang(tmp_path, capfd):
+    text = f"{BEATS}\nif rank == 0: beat(9, 'ended')\ntime.sleep(0.8)"
+    (tmp_path / "rank-1.json").write_text("of an earlier job")
+    given = made(tmp_path, text, watch=0.2, log_dir=str(tmp_path))
+    assert supervisor.supervise(given, numbered(2)) == 0
+    text = f"{BEATS}\nif rank == 0: beat(3, 'validation')\ntime.sleep(600)"
+    assert supervisor.supervise(made(tmp_path, text, watch=0.2), numbered(2)) == 134
+    said = "process 1 in epoch 0, step 0 (before `fit`); process 0 in epoch 1, step 3 (validation)."
+    assert said in capfd.readouterr().err
+
+
 def starts(tmp_path, before=""):
     """A program that supervises two processes, without the package around it, whose import takes longer than that."""
     return (
@@ -315,6 +368,9 @@ def test_ports_are_free_and_differ():
         (["--nnodes", "2", "--node-rank", "2", "--coordinator", "a:1", __file__], "from 0 to 1. Received: 2"),
         (["--nproc", "1:2", "--nnodes", "2", "--coordinator", "a:1", __file__], "must be one number, the same on all"),
         (["--devices-per-process", "0", __file__], "`--devices-per-process` must be at least 1"),
+        (["--watch", "0", __file__], "`--watch` must be a number of seconds above 0. Received: 0."),
+        (["--watch", "nan", __file__], "`--watch` must be a number of seconds above 0. Received: nan."),
+        (["--log-dir", __file__, __file__], "`--log-dir` must be a directory, or a new one. Received: "),
     ],
 )
 def test_what_cannot_be_started_says_why(arguments, words, capsys):
@@ -370,7 +426,17 @@ def test_help_has_sentences_and_an_example(capsys):
     printed = capsys.readouterr().out
     assert ended.value.code == 0
     assert "python -m keras_shardopt.launch --nproc 2 train.py" in printed
-    for name in ("nproc", "devices-per-process", "max-restarts", "nnodes", "node-rank", "coordinator", "hosts"):
+    for name in (
+        "nproc",
+        "devices-per-process",
+        "max-restarts",
+        "nnodes",
+        "node-rank",
+        "coordinator",
+        "hosts",
+        "log-dir",
+        "watch",
+    ):
         assert f"--{name}" in printed
 
 
