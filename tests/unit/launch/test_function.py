@@ -25,6 +25,7 @@ HERE = str(pathlib.Path(problem.__file__).parents[1])
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
+    keras.random.uniform(())  # JAX reads XLA_FLAGS once, and tests after these need its flags for several devices
     for name, value in launch.variables(BACKEND, OMP_NUM_THREADS="1", XLA_FLAGS="", JAX_PLATFORMS="cpu").items():
         monkeypatch.setenv(name, value)
 
