@@ -321,7 +321,7 @@ def test_a_jitted_loop_of_ones_own():
         variable.assign(value)
     assert_same(model, trained(problem.sgd_momentum())[0])
     # A step that is compiled itself updates only while it is traced, which is noticed.
-    with pytest.raises(ValueError, match=r"compile what `replicate` returns"):
+    with pytest.raises(ValueError, match=r"compile the function that `replicate` returns"):
         ks.replicate(jax.jit(step), 4, "mean")(state, (x[:16], y[:16]))
 
 
