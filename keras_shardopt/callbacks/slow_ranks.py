@@ -100,9 +100,8 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
         return _slow(values.mean(axis=0), rank, phases[i])
     best = values.min(axis=0)  # each probe is one short call
     # Process 0 receives the messages, so messages from its machine are fast. Compare messages from other machines.
-    compared_ranks = {"forward pass": range(len(best)), "message": remote or range(1, len(best))}
-    for name, factor in (("forward pass", threshold), ("message", _MESSAGE_FACTOR)):
-        ranks, probe = compared_ranks[name], len(PHASES) + PROBES.index(name)
+    ranks_and_factors = (range(len(best)), threshold), (remote or range(1, len(best)), _MESSAGE_FACTOR)
+    for probe, (ranks, factor) in enumerate(ranks_and_factors, len(PHASES)):
         compared = best[ranks]
         if len(ranks) > 1 and compared[:, probe].all():  # a forward pass can fail on some processes
             slow = _slow(compared, int(compared[:, probe].argmax()), probe)

@@ -54,7 +54,7 @@ class Output:
         shows_bars = process == self._first and out.isatty()
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tracebacks = _Tracebacks()
-        prefix, rest = f"[{process}] ", ""
+        rest = ""
         with stream:
             while chunk := os.read(stream.fileno(), 65536):
                 *lines, rest = (rest + decoder.decode(chunk)).split("\n")
@@ -63,7 +63,7 @@ class Output:
                         self.raised[process] = time.monotonic(), error
                 bar = ""
                 if "\r" in rest:  # keep only the text after the last \r
-                    bar = prefix + _shown(rest)
+                    bar = f"[{process}] {_shown(rest)}"
                     rest = "\r" + _shown(rest)
                 self._print(process, lines, out, bar, shows_bars)
             self._print(process, [rest] if rest else [], out, "", shows_bars)

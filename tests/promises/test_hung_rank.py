@@ -8,11 +8,6 @@ import pytest
 from support import launch
 
 BACKEND = keras.backend.backend()
-RUN = {
-    "torch": launch.torchrun,
-    "jax": lambda *arguments, **more: launch.jax_processes(*arguments, num_devices=1, **more),
-    "tensorflow": launch.tensorflow_workers,
-}[BACKEND]
 # The call of the package in which the other rank waits: for gradients, or for the comparison of the next batch.
 WAITS_IN = {"torch": "in wait_for", "jax": "in _gather", "tensorflow": "in _gathered"}[BACKEND]
 
@@ -21,7 +16,8 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_each_rank_writes_where_it_waits(tmp_path):
-    assert "trained to the end" in str(RUN("hung_rank.py", 2, tmp_path, launch.patient(4), timeout=100))
+    printed = launch.processes(BACKEND, "hung_rank.py", 2, tmp_path, launch.patient(4), timeout=100)
+    assert "trained to the end" in str(printed)
     waits, hangs = [(tmp_path / f"rank-{rank}.stacks").read_text() for rank in range(2)]
     assert "in hangs_here" in hangs and "in hangs_here" not in waits
     assert WAITS_IN in waits, waits

@@ -6,11 +6,6 @@ from support import launch
 from support.suites import some
 
 BACKEND = keras.backend.backend()
-RUN = {
-    "torch": launch.torchrun,
-    "jax": lambda *arguments, **more: launch.jax_processes(*arguments, num_devices=1, **more),
-    "tensorflow": launch.tensorflow_workers,
-}[BACKEND]
 
 pytestmark = [
     pytest.mark.exhaustive("jax", "tensorflow"),
@@ -21,7 +16,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("phase", some(["input", "forward", "callbacks"], ["input"]))
 def test_the_slow_rank_is_named(phase):
-    printed = RUN("slow_rank.py", 2, phase, 0.02, 2, timeout=200)
+    printed = launch.processes(BACKEND, "slow_rank.py", 2, phase, 0.02, 2, timeout=200)
     text = printed if isinstance(printed, str) else printed[0]
     assert text.count("StepReport, epoch 1: Slow: rank") == 2
 
@@ -30,4 +25,4 @@ def test_the_slow_rank_is_named(phase):
 def test_no_rank_is_named_if_all_are_equal():
     if launch.slowness() > 1.5:
         pytest.skip("other programs share the cores, so a rank can really be slow")
-    RUN("slow_rank.py", 2, "none", 0, 3, timeout=200)
+    launch.processes(BACKEND, "slow_rank.py", 2, "none", 0, 3, timeout=200)

@@ -150,6 +150,14 @@ def tensorflow_workers(script, num_workers, *arguments, timeout=150.0, grace=10.
     return workers(script, environments, *arguments, timeout=timeout, grace=grace, start=start)
 
 
+def processes(backend, script, num_processes, *arguments, timeout=150.0):
+    """Runs `tests/promises/processes/<script>` in that many processes of one job of the backend, with a device each."""
+    if backend == "jax":
+        return jax_processes(script, num_processes, *arguments, num_devices=1, timeout=timeout)
+    run = {"torch": torchrun, "tensorflow": tensorflow_workers}[backend]
+    return run(script, num_processes, *arguments, timeout=timeout)
+
+
 def program(backend, text, *arguments, environment, timeout=100.0):
     """Runs a program's text in a process that has done nothing yet but import Keras. Returns what it printed."""
     with tempfile.TemporaryDirectory() as folder:
