@@ -150,7 +150,8 @@ def test_training_equals_that_of_keras_on_one_device(mesh, layout, sizes, inner,
     assert places(model) == placed
     report = optimizer.memory_report()
     assert report.held == bytes_on_each_device(optimizer)
-    assert report.max_over_ideal <= (2.1 if inner == "average" else 1.1)  # averages of weights are not padded
+    # Optimizers with averages of weights are not padded: JAX divides only what the number of devices divides.
+    assert report.max_over_ideal <= (3.2 if inner == "average" else 1.1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
