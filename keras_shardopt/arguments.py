@@ -49,7 +49,7 @@ def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int
     """Returns a list of ints >= 0 that do not decrease, with at least `at_least` items."""
     whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
     if whole != sorted(whole):
-        raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort them."))
+        raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort the list."))
     return whole
 
 
@@ -156,7 +156,7 @@ def is_finite(value: Any) -> bool:
 
 def _check_type(name: str, value: Any, fix: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(_message(f"`{name}` must be a number of Python or NumPy", name, value, fix))
+        raise TypeError(_message(f"`{name}` must be a Python or NumPy number", name, value, fix))
 
 
 def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") -> str:

@@ -176,8 +176,8 @@ class GlobalView(Communicator):
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            f"Gradients must not be reduced again: they are global already {self._place}. "
-            "Use `CrossShard(..., gradients='auto')`."
+            f"Gradients must not be reduced twice: they are already averaged over all replicas {self._place}. Use "
+            "`CrossShard(..., gradients='auto')`."
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:

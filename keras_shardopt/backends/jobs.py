@@ -70,8 +70,9 @@ class Task:
         if not self.hosts:
             raise RuntimeError(
                 f"Processes on several machines need the address of the first machine, but `{self.command}` does not "
-                f"name it. Received: {self.size} processes, {self.local_size} of them on this machine. Set MASTER_ADDR "
-                "and MASTER_PORT for all of them, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
+                f"set it. Received: {self.size} processes, of which {self.local_size} run on this machine. Set "
+                "MASTER_ADDR and MASTER_PORT for all processes, as in `mpirun -x MASTER_ADDR=node1 -x "
+                "MASTER_PORT=29500 ...`."
             )
         return self.hosts[0]
 
@@ -198,7 +199,7 @@ def join(own_rank: str, variables: Callable[[Task], Mapping[str, str]]) -> None:
     if _size_of(size) not in (0, task.size):
         raise RuntimeError(
             f"{size} must be the number of processes that `{task.command}` has started. Received: "
-            f"{size}={os.environ[size]}, and {task.size} processes. Unset it: `data_parallel()` sets it."
+            f"{size}={os.environ[size]}, and {task.size} processes. Unset {size}, because `data_parallel()` sets it."
         )
     for name, value in found.items():
         os.environ.setdefault(name, value)
@@ -248,11 +249,11 @@ def check_joined(num_processes: int, framework: str) -> None:
         start = f"Start the job with `KERAS_BACKEND={own} python -m keras_shardopt.launch`, or set" if own else "Set"
         fix = f"{start} KERAS_BACKEND={backend} in the program."
         if reader == framework:
-            fix = f"Connect the processes as {framework} does, before `data_parallel()`."
+            fix = f"Connect the processes with the functions of {framework} before `data_parallel()`."
         raise RuntimeError(
-            "`data_parallel()` must connect all processes of a job, or each trains a separate model. "
-            f"Received: {variable} describes {size} processes of {reader}, but this process runs {framework} alone. "
-            f"{fix} To train in one process, unset {variable}."
+            "`data_parallel()` must connect all processes of a job, or each process trains a separate model. The "
+            f"variable {variable} describes a job of {size} processes for {reader}, but this process runs {framework} "
+            f"alone. {fix} To train in one process, unset {variable}."
         )
 
 

@@ -32,15 +32,17 @@ from keras_shardopt.backends.models import Trainer
 
 Table = Mapping[str, Mapping[str, tuple[str, str]]]
 
-_TRAIN_APART = "PyTorch ranks must not train separate models; until Keras trains them together"
-_SYNCHRONIZED = "`synchronized=True`; until Keras has it on all backends, for uneven batches"
-_SAVES = ("fit.callbacks:saving_complete_files()", "complete files; until Keras calls the methods of the model")
+_TRAIN_APART = "ranks of PyTorch must not train separate models; needed until Keras trains one model on all ranks"
+_SYNCHRONIZED = (
+    "adds `synchronized=True`; needed until Keras supports this argument on all backends, for uneven batches"
+)
+_SAVES = ("fit.callbacks:saving_complete_files()", "saves complete files; needed until Keras calls the model's methods")
 
 PATCHES: Table = {
     "optimizers": {
         f"{Trainer.__module__}.{Trainer.__name__}.__init__": (
             "backends.models:noting_models()",
-            "finds the models of a variable; until Keras gives them to `Optimizer.build`",
+            "finds the models of a variable; needed until Keras passes the models to `Optimizer.build`",
         ),
         f"{Trainer.__module__}.{Trainer.__name__}.compile": (
             "backends.models:noting_compiled()",
@@ -57,19 +59,19 @@ PATCHES: Table = {
         "keras.models.save_model": _SAVES,
         "keras.callbacks.CallbackList.set_model": (
             "fit.callbacks:setting_model()",
-            "one process writes; until Keras' callbacks know processes",
+            "only one process writes files; needed until Keras' callbacks support several processes",
         ),
     },
     "losses": {
         "keras.src.losses.loss.reduce_weighted_values": (
             "update.losses:_reduce_weighted_values",
-            "losses divide by the rows of all replicas; until `Loss` takes the divisor",
+            "losses divide by the rows of all replicas; needed until `Loss` accepts the divisor",
         ),
     },
     "skips": {
         "keras.Variable.assign": (
             "wrapping.rollback:_assign",
-            "a skipped update restores moving statistics; until layers return them",
+            "a skipped update restores moving statistics; needed until layers return these statistics",
         ),
     },
 }

@@ -60,10 +60,10 @@ def different_calls_message(calls: dict[int, str], noun: str, more: str = "") ->
     """Return the error message for processes or ranks that make different calls. `calls` is keyed by their numbers."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
-        f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
-        f"same models, and stop together. Received: {received}{more}. "
-        "A callback that stops training must decide from the logs of an epoch of a prepared model, because they are "
-        f"equal on all {plural(noun)}."
+        f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, and stop "
+        f"together. They must pass the same models to `keras_shardopt.prepare`. Received: {received}{more}. A callback "
+        "that stops training must use the logs of an epoch, because the logs of a prepared model are equal on all "
+        f"{plural(noun)}."
     )
 
 

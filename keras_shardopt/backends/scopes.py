@@ -45,7 +45,7 @@ def assigning_nothing(who: str) -> Iterator[None]:
         yield
     if scope.assigned:
         raise ValueError(
-            f"{who} must not assign variables, because all replicas share them. Received: an assignment to "
-            f"{', '.join(variable.path for variable in scope.assigned)}. Put the value in `step.notes`, equal on all "
-            "replicas, and assign it in `commit`."
+            f"{who} must not assign variables, because all replicas share the variables. Received: an assignment to "
+            f"{', '.join(variable.path for variable in scope.assigned)}. Put a value that is equal on all replicas "
+            "into `step.notes`, and assign the variable in `commit`."
         )

@@ -108,9 +108,9 @@ class ReceivedFlags:
             does = "continues" if self.own.trains else "has ended training"
             size = self.own.replicas.num_replicas
             raise ValueError(
-                "All replicas must make the same number of updates. "
-                f"Received: this one {does}, and only {round(num_training)} of {size} continue. Pass the same number "
-                "of batches on each replica, or call `keras_shardopt.prepare(model)`, which allows different numbers."
+                f"All replicas must make the same number of updates. Received: this replica {does}, and only "
+                f"{round(num_training)} of {size} replicas continue. Pass the same number of batches on each replica, "
+                "or call `keras_shardopt.prepare(model)`, which allows different numbers."
             )
 
     def check_same_variables(self) -> None:
@@ -136,7 +136,7 @@ class ReceivedFlags:
             f"trained on replica {replicas.members[i]}"
             for i in seen
         ]
-        advice = "" if self.all_read else " Other replicas have continued, because flags are not read on this device."
+        advice = "" if self.all_read else " The other replicas continue, because they cannot detect this error."
         raise ValueError(
             "All replicas must train the same variables. "
             f"Received: {'; '.join(received)}. "

@@ -117,15 +117,15 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
     if names != others:
         differing = sorted(set(names) ^ set(others)) or names
         raise ValueError(
-            "`a` and `b` must come from runs with the same variables, in the same order. "
-            f"Received: files that differ in {check.listed(differing, ', ')}. "
-            "Give the layers names, or build them in the same order."
+            "`a` and `b` must come from runs with the same variables, in the same order. Received: files that differ "
+            f"in {check.listed(differing, ', ')}. Give the layers names, or build the layers in the same order."
         )
     common = sorted(one.keys() & two.keys())
     if not common:
         raise ValueError(
-            "`a` and `b` must have common updates. "
-            f"Received: {len(one)} updates in {str(a)!r} and {len(two)} in {str(b)!r}. Use the same `every`."
+            "`a` and `b` must contain at least one update with the same number. Received: no common number among "
+            f"{len(one)} updates in {str(a)!r} and {len(two)} updates in {str(b)!r}. Use the same `every` in both "
+            "`Fingerprints`."
         )
     for update in common:
         for name, left, right in zip(names, one[update], two[update]):

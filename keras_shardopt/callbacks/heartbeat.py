@@ -64,7 +64,7 @@ class Heartbeat(keras.callbacks.Callback):
     def __init__(self, directory: str | os.PathLike[str] | None = None, timeout: float | None = None) -> None:
         super().__init__()
         self.directory = None if directory is None else check.local_path("directory", directory, "directory")
-        self.timeout = None if timeout is None else check.number("timeout", timeout, above=0.0, fix="It is in seconds.")
+        self.timeout = None if timeout is None else check.number("timeout", timeout, above=0.0, fix="Pass seconds.")
         self._epoch = self._step = 0
         self._is_training = False
         self._due = 0.0

@@ -63,8 +63,8 @@ class SyncReplicas(keras.callbacks.Callback):
                 name = type(callback).__name__
                 raise ValueError(
                     "`SyncReplicas` must stand before callbacks that monitor a metric. Otherwise they read the metrics "
-                    f"of one rank, and ranks make different decisions. Received: `{name}` before it. "
-                    f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
+                    f"of one rank, and ranks make different decisions. Received: `{name}` before `SyncReplicas`. Use "
+                    f"`callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         if processes.needs_initial_broadcast:
             for part in cross_shards_in(model):
@@ -127,7 +127,7 @@ class CheckReplicas(keras.callbacks.Callback):
     """
 
     def __init__(self, every: int = 100) -> None:
-        every = check.integer("every", every, fix="Give it in training batches.")
+        every = check.integer("every", every, fix="Pass a number of training batches.")
         super().__init__()
         self.every = every
         self._restart()
@@ -180,12 +180,10 @@ class CheckReplicas(keras.callbacks.Callback):
         ]
         if found:
             raise RuntimeError(
-                "All replicas must have the same weights and optimizer state, bit for bit. "
-                f"Received, after {self._num_batches} batches of this `fit`: different values of "
-                f"{check.listed(found, '; of ')}. "
-                "Check that all gradients are averaged, that no replica alone changes variables, and that memory has "
-                "no errors. Load the last checkpoint, and call `fit` again: it gives all replicas the "
-                "same weights."
+                "All replicas must have the same weights and optimizer state, bit for bit. Received, after "
+                f"{self._num_batches} batches of this `fit`: different values of {check.listed(found, '; of ')}. Check "
+                "that all gradients are averaged, that no replica alone changes variables, and that memory has no "
+                "errors. Load the last checkpoint, and call `fit` again, so all replicas start with the same weights."
             )
 
 

@@ -96,8 +96,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         check_arguments(model, self.directory)
         if self.save_freq != "epoch" and extensions_of(model):
             raise ValueError(
-                "A checkpoint holds the mean of all replicas' weights, which they have at the end of each epoch only. "
-                f"Received: save_freq={self.save_freq!r}, and an optimizer with per-replica weights: "
+                "A checkpoint holds the mean of all replicas' weights, but replicas compute this mean only at the end "
+                f"of each epoch. Received: save_freq={self.save_freq!r}, and an optimizer with per-replica weights: "
                 f'{extensions_of(model)[0][0]!r}. Use `save_freq="epoch"`.'
             )
         self._num_batches = 0

@@ -23,12 +23,14 @@ PROBES = ("forward pass", "message")
 HIDDEN = ("step", "updating")
 """The phases that Python cannot measure if the step is compiled or runs on a device."""
 
-_MACHINE = "Look on its machine for other programs, fewer cores or threads, swapping, or a throttled device."
+_MACHINE = (
+    "Look on the slow rank's machine for other programs, fewer cores or threads, swapping, or a throttled device."
+)
 _FIXES = {
-    "input": "Cache or prefetch its batches, use more workers, or copy the data to a local disk.",
-    "callbacks": "Let its callbacks do less in each batch, or use `verbose=2`.",
+    "input": "Cache or prefetch batches, use more workers, or copy the data to a local disk.",
+    "callbacks": "Reduce the work of callbacks in each batch, or use `verbose=2`.",
     "saving": "Save less often, or with `ShardedCheckpoint`.",
-    "message": "Check the network interface, cable and route of its machine.",
+    "message": "Check the network interface, cable and route of the slow rank's machine.",
 }
 _MIN_SECONDS = 1e-3
 """A forward pass or message is slow only if it takes this much longer than those of other processes. Less is noise."""

@@ -100,15 +100,15 @@ class StepReport(keras.callbacks.Callback):
     ) -> None:
         checked_log_dir(log_dir)
         super().__init__()
-        self.every = check.integer("every", every, at_least=5, fix="Give it in batches.")
+        self.every = check.integer("every", every, at_least=5, fix="Pass a number of batches.")
         self.to = None if to is None else check.local_path("to", to)
         self.log_dir = log_dir
-        self.threshold = check.number("threshold", threshold, above=0.0, fix="It is a part of a step, such as 0.1.")
-        self.windows = check.integer("windows", windows, fix="Each has `every` batches.")
+        self.threshold = check.number("threshold", threshold, above=0.0, fix="Pass a fraction of a step, such as 0.1.")
+        self.windows = check.integer("windows", windows, fix="Each window has `every` batches.")
         if profile_step is not None:
-            profile_step = check.integer("profile_step", profile_step, fix="It counts batches from 1.")
+            profile_step = check.integer("profile_step", profile_step, fix="Batches count from 1.")
             if to is None:
-                raise ValueError(f"`profile_step` needs a path `to`. Received: profile_step={profile_step}, to=None")
+                raise ValueError(f"`profile_step` needs the path `to`. Received: profile_step={profile_step}, to=None")
         self.profile_step = profile_step
         self.slow: Slow | None = None
         """The slow process of the last `fit` (`rank`, `phase`, `seconds`, and the seconds of `others`), or None."""
@@ -128,8 +128,9 @@ class StepReport(keras.callbacks.Callback):
         self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
         if self._is_shared and not is_prepared(self._trained):
             raise ValueError(
-                "On several processes, `StepReport` needs a prepared model, because all processes must make the same "
-                f"number of steps. Received: {self._trained!r}. Call `keras_shardopt.prepare(model)` before `fit`."
+                "On several processes, `StepReport` needs a model passed to `keras_shardopt.prepare`, because all "
+                f"processes must make the same number of steps. Received: the model {self._trained!r}. Call "
+                "`keras_shardopt.prepare(model)` before `fit`."
             )
         self._rank = processes.process()[1] if self._is_shared else 0
         weights = self._trained.trainable_variables[:1]
@@ -157,7 +158,10 @@ class StepReport(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends a window after `every` batches."""
         if not self._recorder.is_active():
-            raise ValueError("One `fit` can have one `StepReport`. Received: another one in `callbacks`. Remove one.")
+            raise ValueError(
+                "`fit` accepts only one `StepReport`. Received: a second `StepReport` in `callbacks`. Remove one of "
+                "the two."
+            )
         if self._timed is None or self._trained.train_function is not self._timed:
             self._timed = self._timing(self._trained.train_function)
             self._trained.train_function = self._timed
@@ -250,7 +254,7 @@ class StepReport(keras.callbacks.Callback):
             remote = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
             self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden, remote)
             if self.slow is not None:
-                warn(f"All ranks wait for a slow one. Received: {self.slow}. {self.slow.fix}")
+                warn(f"All ranks wait for the slowest rank. Received: {self.slow}. {self.slow.fix}")
         if self._rank == 0:
             self._write_window(table, num)
         self._num_in_window = 0

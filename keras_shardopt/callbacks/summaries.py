@@ -90,7 +90,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = log_dir
         self.summaries = None if summaries is None else list(summaries)
-        self.every = check.integer("every", every, fix="In updates.")
+        self.every = check.integer("every", every, fix="Pass a number of updates.")
         self._optimizers: dict[str, Any] = {}
         self._recorders: dict[str, Recorder] = {}
         self._updates_before: dict[str, int] = {}

@@ -121,9 +121,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         path = check.local_path("backup_dir", backup_dir)
         if not isinstance(save_freq, str) or save_freq != "epoch":
             raise ValueError(
-                '`save_freq` must be "epoch". Keras cannot resume in the middle of an epoch, so after a backup from '
-                f"there, `fit` would train some batches twice. Received: save_freq={save_freq!r}. "
-                "Use shorter epochs: `model.fit(..., steps_per_epoch=..., epochs=...)`."
+                '`save_freq` must be "epoch". Keras cannot resume in the middle of an epoch, so `fit` would train some '
+                f"batches twice after such a backup. Received: save_freq={save_freq!r}. Use shorter epochs: "
+                "`model.fit(..., steps_per_epoch=..., epochs=...)`."
             )
         for argument, value in (
             ("double_checkpoint", double_checkpoint),
@@ -318,7 +318,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         stored = set(header["kinds"]) - ignored
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
         shapes = [list(v.shape) for v in saved_variables(model)]
-        remedy = "Use another directory, or delete this one to start anew."
+        remedy = "Use another directory, or delete this directory to start anew."
         if stored != whole:
             was, now = ("not sharded", "sharded") if whole - stored else ("sharded", "not sharded")
             received = f"optimizer state that is {was}, but the model's optimizer state is {now}"

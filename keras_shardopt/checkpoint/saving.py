@@ -181,7 +181,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             raise TypeError(f"`monitor` must be the name of a logged value. Received: monitor={monitor!r}")
         check.one_of("mode", mode, ("auto", "min", "max"))
         if not isinstance(save_freq, str):
-            save_freq = check.integer("save_freq", save_freq, fix='Give it in batches, or "epoch".')
+            save_freq = check.integer("save_freq", save_freq, fix='Pass a number of batches, or "epoch".')
         elif save_freq != "epoch":
             raise ValueError(f'`save_freq` must be "epoch" or a number of batches. Received: save_freq={save_freq!r}')
         if initial_value_threshold is not None:
@@ -230,8 +230,8 @@ def _save(
             is_divided = needs_all(model) or _reading_is_collective(model)
             if is_divided and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
-                    "`filepath` must end in '.keras' if replicas hold parts of the saved state. Keras' older '.h5' "
-                    f"format does not support this. Received: filepath={filepath!r}"
+                    "`filepath` must end in '.keras' if each replica holds only a part of the optimizer state. The "
+                    f"older '.h5' format cannot store such state. Received: filepath={filepath!r}"
                 )
             if not overwrite and os.path.exists(path):
                 raise FileExistsError(f"`filepath` already exists, and `overwrite=False`. Received: {filepath!r}")

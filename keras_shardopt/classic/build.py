@@ -104,8 +104,8 @@ def build_optimizer(
     install("optimizers")
     if clip_gradients is not None and larc_params is not None:
         raise _Conflict(
-            "`clip_gradients` and `larc_params` cannot be used together, because both rescale gradients. "
-            f"Received: clip_gradients={clip_gradients!r}, larc_params={larc_params!r}. Remove one of them."
+            "`clip_gradients` and `larc_params` cannot be used together, because both rescale gradients. Received: "
+            f"clip_gradients={clip_gradients!r}, larc_params={larc_params!r}. Remove one of these arguments."
         )
     keeps_master_weights = _keeps_master_weights(dtype)
     iter_size = check.integer("iter_size", iter_size)
@@ -134,13 +134,13 @@ def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) 
     known = [name for name in inspect.signature(CrossShard).parameters if name not in ("inner_optimizer", "old")]
     if any(name not in (*known, *old_attributes()) for name in arguments):
         raise ValueError(
-            f"`cross_shard` must have no keys but {known}. Received: cross_shard={arguments!r}. Remove the others."
+            f"`cross_shard` may have only the keys {known}. Received: cross_shard={arguments!r}. Remove all other keys."
         )
     if iter_size > 1:
         if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
             raise ValueError(
-                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` must be the same. "
-                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Pass one of them."
+                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` must be the same. Received: "
+                f"iter_size={iter_size!r}, cross_shard={arguments!r}. Pass only one of these arguments."
             )
         arguments["gradient_accumulation_steps"] = iter_size
     return arguments
@@ -208,9 +208,9 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
         )
     if params is not None and not is_number:
         raise ValueError(
-            "`loss_scaling_params` cannot be combined with an `AutomaticLossScaler`. "
-            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. "
-            "Pass them to the constructor of the `AutomaticLossScaler`."
+            "`loss_scaling_params` cannot be combined with an `AutomaticLossScaler`. Received: "
+            f"loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. Pass these parameters to the constructor "
+            "of the `AutomaticLossScaler`."
         )
     return None if is_number and loss_scaling == 1 else loss_scaling
 
@@ -222,7 +222,7 @@ def _checked_larc_params(params: Any) -> dict[str, Any]:
     unknown = [name for name in params if name not in known]
     if unknown or "larc_eta" not in params:
         raise ValueError(
-            f"`larc_params` must have the key `larc_eta`, and no keys but {known}. "
-            f"Received: larc_params={dict(params)!r}"
+            f"`larc_params` must have the key `larc_eta`, and may have only the keys {known}. Received: "
+            f"larc_params={dict(params)!r}"
         )
     return dict(params)

@@ -161,8 +161,8 @@ def make_optimizer(
     if isinstance(optimizer, keras.optimizers.Optimizer):
         if arguments or learning_rate is not None:
             raise ValueError(
-                "`optimizer_params` and `learning_rate_decay_fn` require the name or class of an optimizer. "
-                f"Received: the instance optimizer={optimizer!r}. Pass them to its constructor."
+                "`optimizer_params` and `learning_rate_decay_fn` require the name or class of an optimizer. Received: "
+                f"the instance optimizer={optimizer!r}. Pass these settings to the optimizer's constructor."
             )
         return optimizer
     if learning_rate is not None and "learning_rate" in arguments:
@@ -206,8 +206,8 @@ def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:
     for tf1_name, keras_name in _RENAMED.get(name, {}).items():
         if tf1_name in arguments and keras_name in arguments:
             raise TypeError(
-                f"`{tf1_name}` and `{keras_name}` are the same parameter of {name!r}. Received: {arguments!r}. "
-                "Pass one of them."
+                f"`{tf1_name}` and `{keras_name}` are the same parameter of {name!r}. Received: {arguments!r}. Pass "
+                "only one of these keys."
             )
         if tf1_name in arguments:
             arguments[keras_name] = arguments.pop(tf1_name)
@@ -231,7 +231,8 @@ def _of_class(kind: Any, arguments: dict[str, Any]) -> Any:
     if unknown and kind.__module__.startswith(("keras.", "keras_shardopt.")):
         known -= {"args", "kwargs", "arguments"}
         raise TypeError(
-            f"`optimizer_params` of {kind.__name__} may have the keys {sorted(known)}. Received: {unknown} among them."
+            f"`optimizer_params` of {kind.__name__} may have only the keys {sorted(known)}. Received: the unknown keys "
+            f"{unknown}."
         )
     return kind(**arguments)
 

@@ -72,10 +72,10 @@ class _Replication:
         """Raise ValueError unless this tower called each optimizer as often as the first tower did."""
         if not self._num_calls:
             raise ValueError(
-                "The step of `replicate` must update with a `Tower` optimizer. Received: a step that called none in "
-                f"tower {self.tower}. Wrap the optimizer: `Tower(optimizer)`. If the step itself is compiled "
-                '(`jax.jit`, `tf.function`), compile what `replicate` returns instead. Under the "mixed_float16" '
-                "policy, use `model.compile(Tower(LossScaleOptimizer(optimizer)), ..., auto_scale_loss=False)`: a "
+                "The step passed to `replicate` must update with a `Tower` optimizer. Received: a step that called no "
+                f"`Tower` in tower {self.tower}. Use `Tower(optimizer)`. If the step itself is compiled (`jax.jit`, "
+                '`tf.function`), compile the result of `replicate` instead. Under the "mixed_float16" policy, use '
+                "`model.compile(Tower(LossScaleOptimizer(optimizer)), ..., auto_scale_loss=False)`: a "
                 "`LossScaleOptimizer` around a `Tower` skips towers with an overflow."
             )
         for key, counts in self._num_calls.items():
@@ -84,9 +84,9 @@ class _Replication:
 
     def _raise_unequal_calls(self, key: int) -> None:
         raise ValueError(
-            "Each tower must call each `Tower` optimizer equally often. Received: "
-            f"{self._num_calls[key][: self.tower + 1]} calls of `{self._names[key]}` in towers 0 to {self.tower}. "
-            "Call each `Tower` whatever the data are. If you compile, compile the function that `replicate` returns."
+            "Each tower must call each `Tower` optimizer the same number of times. Received: "
+            f"{self._num_calls[key][: self.tower + 1]} calls of `{self._names[key]}` in towers 0 to {self.tower}. Call "
+            "each `Tower` for all data, outside conditions. If you compile, compile the result of `replicate`."
         )
 
 
@@ -354,17 +354,19 @@ def _check_towers(loss_reduction: str, devices: Sequence[str] | None) -> None:
     if devices is not None and _on_devices is None:
         raise ValueError(
             "`devices` is supported on TensorFlow only, because on other backends a tower needs the weights on its "
-            f"device. Received: devices={devices!r}. Remove it: towers then run one after another on one device. "
-            "For several devices use `data_parallel()` with `CrossShard`."
+            f"device. Received: devices={devices!r}. Remove `devices`: towers then run one after another on one "
+            "device. For several devices use `data_parallel()` with `CrossShard`."
         )
     if devices is not None and not devices:
-        raise ValueError("`devices` must name at least one device. Received: devices=[]. Remove it, or pass None.")
+        raise ValueError("`devices` must name at least one device. Received: devices=[]. Pass None instead.")
 
 
 @contextlib.contextmanager
 def _replicating(replication: _Replication) -> Iterator[_Replication]:
     if _replication() is not None:
-        raise ValueError("A replicated step must not run inside another one. Call `replicate` once, around the step.")
+        raise ValueError(
+            "A replicated step must not run inside another replicated step. Call `replicate` once, around the step."
+        )
     _running.replication = replication
     try:
         yield replication

@@ -120,8 +120,8 @@ class VariableClipping(OptimizerWrapper):
                 var_key = self._var_key(variable)
                 if var_key in found:
                     raise ValueError(
-                        "`vars_to_clip_dims` must name each variable once. "
-                        f"Received: `{_path(variable)}` twice. Remove one of its entries."
+                        f"`vars_to_clip_dims` must name each variable once. Received: `{_path(variable)}` twice. "
+                        "Remove one of the two entries."
                     )
                 found[var_key] = _checked_dims(dims, variable)
         named = set(found)
@@ -176,7 +176,7 @@ def _pairs(vars_to_clip_dims: Any) -> list[tuple[Any, tuple[int, ...]]]:
     pairs = []
     for pair in vars_to_clip_dims:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise TypeError(f"`vars_to_clip_dims` must list (key, dims) pairs. Received: {pair!r} among them.")
+            raise TypeError(f"`vars_to_clip_dims` must list (key, dims) pairs. Received: the entry {pair!r}.")
         key, dims = pair
         if not (isinstance(key, str) or hasattr(key, "assign")):
             raise TypeError(
@@ -207,7 +207,9 @@ def _matches(expression: str, path: str, paths: Sequence[str]) -> bool:
     try:
         return re.fullmatch(expression, path) is not None
     except re.error as error:
-        raise ValueError(f"{_unknown(expression, paths)} It is no valid regular expression: {error}.") from error
+        raise ValueError(
+            f"{_unknown(expression, paths)} The key is not a valid regular expression: {error}."
+        ) from error
 
 
 def _unknown(key: str, paths: Sequence[str]) -> str:

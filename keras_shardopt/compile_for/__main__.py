@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("A program is missing after the target. Use for example `h100:8 train.py`.")
         if given.plot and (len(wanted) < 2 or importlib.util.find_spec("matplotlib") is None):
             raise ValueError(
-                "`--plot` needs several targets and matplotlib. Received: "
-                f"{len(wanted)} target{'s' * (len(wanted) > 1)}. Separate targets by commas; `pip install matplotlib`."
+                f"`--plot` needs several targets and matplotlib. Received: {len(wanted)} "
+                f"target{'s' * (len(wanted) > 1)}. Separate targets by commas, and run `pip install matplotlib`."
             )
         if len(wanted) > 1:
             everything = [_in_a_process(name, given.program) for name in names]
@@ -68,8 +68,8 @@ def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled
     step = compiler.first_step(_running(program), target)
     if step is None:
         raise ValueError(
-            f"{program[0]} must run a compiled training step. Received: none. Call `model.fit` or `train_on_batch`, "
-            "without `run_eagerly` or `jit_compile=False`."
+            f"{program[0]} must run a compiled training step, but ran no such step. Call `model.fit` or "
+            "`train_on_batch`, without `run_eagerly` or `jit_compile=False`."
         )
     compiled: report.Compiled = compiler.compiled(step, target)
     return compiled

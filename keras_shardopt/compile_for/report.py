@@ -116,7 +116,7 @@ def table(compiled: Compiled) -> str:
         "",
         "minimum time of a step",
         *(
-            f"  {name:20} {seconds * 1e6:10.1f} us{'   <- bound' if name == slowest else ''}"
+            f"  {name:20} {seconds * 1e6:10.1f} us{'   <- slowest' if name == slowest else ''}"
             for name, seconds in bounds.items()
         ),
     ]

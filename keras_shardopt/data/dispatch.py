@@ -162,8 +162,8 @@ def shard_data(
     for argument, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
         if value is not None:
             raise ValueError(
-                f"`{argument}` is for arrays. Other data contains its targets, weights and batches. "
-                f"Received: `{argument}` with {check.with_article(x)}. Leave it out."
+                f"`{argument}` requires arrays, because other data contains its own targets, weights and batches. "
+                f"Received: `{argument}` with {check.with_article(x)}. Leave `{argument}` out."
             )
     if is_split_dataset(x):
         raise ValueError(

@@ -105,8 +105,8 @@ def _failed(ranks: Ranks) -> Iterator[Finding]:
 def _connection(ranks: Ranks) -> Iterator[Finding]:
     size = ranks[0]["process"]["size"]
     remedy = (
-        f"Fix the other errors of all {size} processes, start all at about the same time with the same address, and "
-        "open its port in firewalls."
+        f"Fix the other errors, start all {size} processes at about the same time with the same address, and open the "
+        "port of this address in firewalls."
     )
     return _each(ranks, lambda rank: [Finding(ERROR, rank["connection"], remedy)])
 
@@ -116,7 +116,7 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _config(ranks: Ranks) -> Iterator[Finding]:
-    remedy = "Set it in the program, or use one keras.json everywhere."
+    remedy = "Set the value in the program, or use the same keras.json everywhere."
     return _difference(ranks, "keras", ERROR, remedy)
 
 
@@ -155,16 +155,16 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
     for name in jobs:
         missing = [other for other in _SIZES[name] if not variables.get(other)]
         if missing and variables[name] != "1":
-            start = "Start the program with `python -m keras_shardopt.launch`, or set all of them."
+            start = "Start the program with `python -m keras_shardopt.launch`, or set all these variables."
             yield Finding(ERROR, f"{name}={variables[name]} without {', '.join(missing)}", start)
         if _READERS[name] != process["framework"] and variables[name] != "1":
             fix = f"Unset {name}, or set KERAS_BACKEND={_READERS[name].lower().replace('py', '')} in all processes."
             yield Finding(ERROR, f"{name} is for {_READERS[name]}, and Keras uses {process['framework']}", fix)
     if len(jobs) > 1:
-        yield Finding(ERROR, f"{' and '.join(jobs)} describe two jobs", f"Unset {' or '.join(jobs)}.")
+        yield Finding(ERROR, f"{' and '.join(jobs)} describe two different jobs", f"Unset {' or '.join(jobs)}.")
     if process["command"] and jobs and f" {process['size']} " not in process["command"]:
-        text = f"{jobs[0]} is for {process['size']} processes, and the program was started by {process['command']}"
-        yield Finding(ERROR, text, f"Unset {jobs[0]}: `data_parallel()` sets it.")
+        text = f"{jobs[0]} sets {process['size']} processes, but the program was started by {process['command']}"
+        yield Finding(ERROR, text, f"Unset {jobs[0]}, because `data_parallel()` sets it.")
     if not 0 <= process["rank"] < process["size"]:
         text = f"rank {process['rank']} of {process['size']} processes"
         yield Finding(ERROR, text, "Number the processes from 0 to the number of processes minus 1.")
@@ -172,7 +172,7 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
         task = json.loads(variables.get("TF_CONFIG", '{"cluster": {"worker": [0]}, "task": {"index": 0}}'))
         task["cluster"][task["task"].get("type", "worker")][task["task"]["index"]]
     except (ValueError, LookupError, TypeError) as error:
-        text = f"TF_CONFIG is no valid description of a worker ({type(error).__name__}: {error})"
+        text = f"TF_CONFIG does not describe this worker ({type(error).__name__}: {error})"
         yield Finding(
             ERROR, text, 'Write JSON: {"cluster": {"worker": ["host:port"]}, "task": {"type": .., "index": ..}}.'
         )
@@ -181,7 +181,7 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
             yield Finding(WARNING, f"{name}={variables[name]} slows training down", f"Unset {name}.")
     threads = variables.get("OMP_NUM_THREADS", "1").split(",")[0]
     if not threads.isdecimal() or int(threads) < 1:
-        yield Finding(ERROR, f"OMP_NUM_THREADS={threads} is no number of threads", "Set a number of at least 1.")
+        yield Finding(ERROR, f"OMP_NUM_THREADS={threads} is not a number of threads", "Set a number of at least 1.")
     if {"http_proxy", "https_proxy"} & variables.keys() and "no_proxy" not in variables:
         text = "a proxy is set without no_proxy, and TensorFlow's and JAX's connections can go through it"
         yield Finding(WARNING, text, "Set no_proxy to the names and addresses of all machines.")
@@ -227,7 +227,7 @@ def _threads(ranks: Ranks) -> Iterator[Finding]:
         threads = [int(n) if n.isdecimal() else len(rank["cores"]["ids"]) for n, rank in zip(given, group)]
         text = f"{sum(threads)} threads of {len(group)} processes on {cores} cores of {first['process']['host']}"
         if cores < allowed[0]:
-            text += f" (its container is limited to {allowed[1]:g} of {allowed[0]})"
+            text += f" (the container may use {allowed[1]:g} of {allowed[0]} cores)"
         each = max(1, cores // len(group))
         fix = f"Set {name}={each} for each process."
         if name == "NPROC":
@@ -236,14 +236,14 @@ def _threads(ranks: Ranks) -> Iterator[Finding]:
             )
         on_cpu = all(rank.get("world", {}).get("devices", ["cpu"])[0].startswith("cpu") for rank in group)
         if sum(threads) > cores and sum(threads) > len(group):
-            yield Finding(WARNING, f"oversubscribed: {text}", fix)
+            yield Finding(WARNING, f"more threads than cores: {text}", fix)
         elif len(group) > cores:
             yield Finding(WARNING, f"more processes than cores: {text}", "Start fewer processes, or raise the limit.")
         elif on_cpu and sum(threads) <= cores // 2 and any(given):
             yield Finding(WARNING, f"idle cores: {text}", fix)
         elif first["cores"]["load"] > 2 * cores + sum(threads):
-            busy = f"other programs use {first['process']['host']}: load {first['cores']['load']:g} on {cores} cores"
-            yield Finding(WARNING, busy, "End them (`top`), or use another machine.")
+            busy = f"other programs run on {first['process']['host']}: load {first['cores']['load']:g} on {cores} cores"
+            yield Finding(WARNING, busy, "End these programs (find them with `top`), or use another machine.")
         else:
             yield Finding(OK, text)
 
@@ -309,7 +309,7 @@ def _addresses(ranks: Ranks) -> Iterator[Finding]:
             number, why = fact["error"] or (None, "")
             if isinstance(fact["resolves"], str):
                 text = f"{host} of the job's address {address} does not resolve: {fact['resolves']}"
-                yield Finding(ERROR, text, "Correct the name, use an IP address, or add it to /etc/hosts.")
+                yield Finding(ERROR, text, "Correct the name, use an IP address, or add the name to /etc/hosts.")
             elif not fact["port"].isdecimal() or not 0 < int(fact["port"]) < 65536:
                 text = f"the job's address {address} has no valid port"
                 yield Finding(ERROR, text, "Use HOST:PORT with a free port, such as 29500.")
@@ -319,10 +319,10 @@ def _addresses(ranks: Ranks) -> Iterator[Finding]:
             elif number == errno.EADDRNOTAVAIL:
                 # Only warn if the processes are connected nevertheless, such as by address translation.
                 level = WARNING if "world" in rank else ERROR
-                text = f"this process must serve {address}, which is no address of its machine"
-                yield Finding(level, text, "Use an address of this machine, or start process 0 on the machine named.")
+                text = f"this process must listen at {address}, but its machine has no such address"
+                yield Finding(level, text, "Use an address of this machine, or start process 0 on that machine.")
             elif number is not None:
-                yield Finding(ERROR, f"this process cannot serve {address}: {why}", "Choose another port.")
+                yield Finding(ERROR, f"this process cannot listen at {address}: {why}", "Choose another port.")
 
     addresses = dict.fromkeys(fact["address"] for rank in ranks for fact in rank["addresses"])
     ok = [Finding(OK, ", ".join(addresses))] if addresses else []
@@ -353,7 +353,7 @@ def _memory_speed(ranks: Ranks) -> Iterator[Finding]:
     slow = [rank for rank in ranks if rank["memory_speed"] < median / 2]
     if slow:
         speeds = ", ".join(f"{rank['memory_speed'] / 1e9:.2g}" for rank in slow)
-        text = f"{on(slow)} copies memory at {speeds} GB/s, half as fast as others ({median / 1e9:.2g})"
+        text = f"{on(slow)} copies memory at {speeds} GB/s, less than half the median ({median / 1e9:.2g} GB/s)"
         yield Finding(WARNING, text, "Look for other programs, swapping or throttling on that machine.")
 
 
@@ -363,7 +363,7 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
     spread = max(offsets) - min(offsets)
     late = max(ranks, key=lambda rank: abs(offsets[ranks.index(rank)] - statistics.median(offsets)))
     if spread > 1:
-        text = f"clocks differ by {spread:.3g} s, mostly that of {on([late])} on {late['process']['host']}"
+        text = f"clocks differ by {spread:.3g} s, mostly the clock of {on([late])} on {late['process']['host']}"
         fix = "Synchronize the clocks: `timedatectl set-ntp true`, or chrony. Logs and file times disagree until then."
         yield Finding(WARNING, text, fix)
     elif len(ranks) > 1:
@@ -373,9 +373,9 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or choose another directory.",
     errno.EDQUOT: "Free space in your quota, or choose another directory.",
-    errno.EROFS: "Mount it writable, or choose another directory.",
-    errno.EACCES: "Change its owner or mode (`ls -ld`), or choose another directory.",
-    errno.ENOENT: "Create it on every machine, or correct `--directory`.",
+    errno.EROFS: "Mount the file system writable, or choose another directory.",
+    errno.EACCES: "Change the owner or mode of the directory (`ls -ld`), or choose another directory.",
+    errno.ENOENT: "Create the directory on every machine, or correct `--directory`.",
     errno.ENOTDIR: "Name a directory with `--directory`.",
     errno.ESTALE: "Mount the file system again.",
 }
@@ -389,21 +389,21 @@ def _files(ranks: Ranks) -> Iterator[Finding]:
             yield Finding(ERROR, f"cannot write in {path}: {why}", _REMEDIES.get(number, "Choose another directory."))
             return
         if files["free"] < 1e9:
-            text = f"only {_size(files['free'])} are free in {path}"
+            text = f"only {_size(files['free'])} of disk space are free in {path}"
             yield Finding(WARNING, text, _REMEDIES[errno.ENOSPC])
         if not files["renames"]:
             text = f"a rename in {path} ({files['kind']}) is not atomic, so a killed job can damage its files"
             yield Finding(ERROR, text, "Save to a local disk or a POSIX file system, and copy from there.")
         if not files["locks"]:
-            text = f"{path} ({files['kind']}) has no file locks, so files of killed jobs stay for an hour"
-            yield Finding(WARNING, text, "Mount it with locks, or choose another directory.")
+            text = f"{path} ({files['kind']}) has no file locks, so temporary files of killed jobs stay for an hour"
+            yield Finding(WARNING, text, "Mount the file system with locks, or choose another directory.")
 
     found = list(_each(ranks, of_one))
     first = ranks[0]["files"]
     groups = _groups([rank for rank in ranks if "shares" in rank], lambda rank: rank["shares"])
     apart = len(groups) > 1 and not any(finding.level == ERROR for finding in found)
     if apart:
-        text = f"{first['path']} is not one directory: {' / '.join(on(group) for _, group in groups)}"
+        text = f"{first['path']} is a different directory on {' / '.join(on(group) for _, group in groups)}"
         fix = "Name a shared directory, or use `ks.callbacks.BackupAndRestore`, where only process 0 writes."
         found.append(Finding(WARNING, text, fix))
     shared = ", shared by all processes" if len(ranks) > 1 and not apart else ""
@@ -423,21 +423,21 @@ def _reproducible(ranks: Ranks) -> Iterator[Finding]:
     found = []
     if len(models) > 1:
         text = _by_value(ranks, lambda rank: rank["cores"]["model"])
-        fix = "Use equal machines, or accept other rounding if processes move to other machines."
-        found.append(Finding(WARNING, f"not bitwise: different processors, {text}", fix))
+        fix = "Use equal machines, or accept different rounding if processes move to other machines."
+        found.append(Finding(WARNING, f"results may differ in their last bits: different processors, {text}", fix))
     name = _THREADS.get(framework, "")
 
     def threads(rank: Facts) -> str:
-        return rank["environment"].get(name) or f"{len(rank['cores']['ids'])} by its cores"
+        return rank["environment"].get(name) or f"{len(rank['cores']['ids'])} (its cores)"
 
     if len(_groups(ranks, threads)) > 1:
-        text = f"not bitwise: different numbers of threads, {_by_value(ranks, threads)}"
+        text = f"results may differ in their last bits: different numbers of threads, {_by_value(ranks, threads)}"
         found.append(Finding(WARNING, text, f"Set the same {name} for all processes."))
     variable, value, more = _DETERMINISTIC.get(framework, ("", "", ""))
     on_gpu = [rank for rank in ranks if not rank["world"]["devices"][0].startswith("cpu")]
     if any(value not in rank["environment"].get(variable, "") for rank in on_gpu):
-        text = "not bitwise: operations on accelerators can be nondeterministic"
-        found.append(Finding(WARNING, text, f"If it matters, set {variable}={value}.{more}"))
+        text = "results may differ in their last bits: operations on accelerators can be nondeterministic"
+        found.append(Finding(WARNING, text, f"For equal results, set {variable}={value}.{more}"))
     same = f"runs with {ranks[0]['world']['replicas']} replicas, {name}={threads(ranks[0])} and one seed"
     yield from found or [Finding(OK, f"{same} are bitwise equal; see the page Reproducibility")]
 

@@ -181,10 +181,10 @@ def _valid_rows(x: Tensor, part: BatchShare) -> Tensor | None:
         rows = -(-part.global_batch_size // part.replicas.num_replicas)
         if x.shape[0] != rows:
             raise ValueError(
-                "If replicas do not divide a batch, the input of a synchronized `BatchNormalization` must have one "
-                f"entry per row. Received: {x.shape[0]} entries on a replica that has {rows} rows of "
-                f"{part.global_batch_size}. Use batches that divide evenly, or leave out `replica_clipnorm` and "
-                "`replica_transform`."
+                "If the batch size is not a multiple of the number of replicas, the input of a synchronized "
+                f"`BatchNormalization` must have one entry per row. Received: {x.shape[0]} entries on a replica that "
+                f"has {rows} rows of {part.global_batch_size}. Use a batch size that is a multiple, or leave out "
+                "`replica_clipnorm` and `replica_transform`."
             )
     return ops.reshape(ops.arange(x.shape[0]) < part.local_batch_size, [-1] + [1] * (len(x.shape) - 1))
 
@@ -207,8 +207,8 @@ def _warn_of_local_statistics(layer: Any) -> None:
     if is_local and _WARNED not in vars(layer):
         object.__setattr__(layer, _WARNED, True)
         warn(
-            "A synchronized `BatchNormalization` exchanges statistics only in the steps of a prepared model. "
-            f"Received: {check.with_article(layer)} named {layer.name!r}, in training mode elsewhere: each replica "
-            "normalizes with its own rows. Use `fit` or `train_on_batch` of a prepared model, also with a custom "
+            "A synchronized `BatchNormalization` exchanges statistics only in `fit` and `train_on_batch` of a model "
+            f"passed to `keras_shardopt.prepare`. Received: the layer {layer.name!r} in training mode elsewhere, so "
+            "each replica normalizes with its own rows. Call these methods, also if the model has a custom "
             "`train_step`.",
         )

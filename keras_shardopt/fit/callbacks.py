@@ -227,9 +227,9 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
         epochs = processes.gather_objects(self.model._initial_epoch)
         if any(epoch != epochs[0] for epoch in epochs):
             raise ValueError(
-                "All processes must find the same backup. Received, by process: training that continues at epochs "
-                f"{epochs}. Use a `backup_dir` that all processes can read, or `keras_shardopt.callbacks."
-                "BackupAndRestore`, which reads and writes on the first process only."
+                f"All processes must find the same backup. Received: training would continue at the epochs {epochs}, "
+                "by process. Use a `backup_dir` that all processes can read, or "
+                "`keras_shardopt.callbacks.BackupAndRestore`, which reads and writes on the first process only."
             )
 
     def _save_model(self) -> None:

@@ -204,8 +204,9 @@ def _warn_of_unprepared(model: Any) -> None:
         return
     object.__setattr__(model, _IS_LEFT, True)  # warn once
     warn(
-        "A model that several processes train together must be prepared. Otherwise each process has its own metrics, "
-        "callbacks can make different decisions, and uneven parts of a batch have equal weight. "
-        f"Received: `fit` of the unprepared `{model.name}`. Compile it inside `with keras_shardopt.data_parallel():`, "
-        "or call `keras_shardopt.prepare(model)` after `compile`. To skip this: `data_parallel(prepare=False)`.",
+        "A model that several processes train together must be passed to `keras_shardopt.prepare`. Otherwise each "
+        "process has its own metrics, callbacks can make different decisions, and uneven parts of a batch have equal "
+        f"weight. Received: `fit` of the unprepared `{model.name}`. Compile it inside `with "
+        "keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`. To train anyway, "
+        "use `data_parallel(prepare=False)`.",
     )

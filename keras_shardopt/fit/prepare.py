@@ -111,8 +111,8 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
         if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "If each process trains a copy of the model, every optimizer of the model must average the gradients "
-                f"of the ranks. Received: {check.with_article(optimizer)} next to {reducers[0]!r}. "
-                f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it."
+                f"of the ranks. Received: {check.with_article(optimizer)} in addition to {reducers[0]!r}. Use "
+                f"`keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
             )
     prepare_for(model, auto_shard, gather)
     return model
@@ -139,6 +139,7 @@ def _refuse_later_methods(model: Any) -> None:
     later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
     if later:
         raise ValueError(
-            f"`{later[0]}` must be set before the model is prepared: it hides the method that trains on all replicas. "
-            f"Received: {later[0]}={vars(model)[later[0]]!r}. Set it before `compile`, or define it in a subclass."
+            f"`{later[0]}` must be set before `keras_shardopt.prepare`, or it replaces the method that trains on all "
+            f"replicas. Received: {later[0]}={vars(model)[later[0]]!r}. Set `{later[0]}` before `compile`, or in a "
+            "subclass."
         )

@@ -98,7 +98,9 @@ class data_parallel:
         auto_shard: bool = True,
     ) -> None:
         if num_replicas is not None:
-            num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
+            num_replicas = check.integer(
+                "num_replicas", num_replicas, fix="Leave `num_replicas` out to use all devices."
+            )
         self._requested = num_replicas
         self._timeout = _duration(timeout)
         self._prepare = check.flag("prepare", prepare)
@@ -248,8 +250,8 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
         return None
     if duration is None or not _in_range(duration.total_seconds()):
         raise ValueError(
-            "`timeout` must be at least a millisecond and at most a year, in seconds. "
-            f"Received: timeout={timeout!r}. Leave it out to use the default of the backend."
+            f"`timeout` must be at least a millisecond and at most a year, in seconds. Received: timeout={timeout!r}. "
+            "Leave `timeout` out to use the backend's default."
         )
     return duration
 

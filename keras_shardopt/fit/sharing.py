@@ -56,8 +56,8 @@ def check_kinds(are_whole: Sequence[bool]) -> None:
         kinds = {True: "the whole data", False: "a separate part"}
         given = ", ".join(f"process {i}: {kinds[is_whole]}" for i, is_whole in enumerate(are_whole))
         raise ValueError(
-            "Either all processes must pass the whole data, or each must pass a separate part. "
-            f"Received: {given}. Use `keras_shardopt.shard_data` on all processes, or on none."
+            "Either all processes must pass the whole data, or each process must pass a separate part. Received: "
+            f"{given}. Use `keras_shardopt.shard_data` on all processes, or on none."
         )
 
 
@@ -68,10 +68,10 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
     if others:
         what = "numbers of batches" if any(lengths[i] != lengths[0] for i in others) else "first batches"
         raise ValueError(
-            "All processes must pass the same data, because each uses its part of every batch. Received: other "
-            f"{what} than process 0 on {check.listed([f'process {i}' for i in others], ', ')}. Load the same data on "
-            "every process, and seed all shuffling and augmentation. To load separate rows on each process, use "
-            "`keras_shardopt.shard_data(...)`, or `keras_shardopt.data_parallel(auto_shard=False)`."
+            f"All processes must pass the same data, because each process uses a part of every batch. Received: {what} "
+            f"that differ from those of process 0 on {check.listed([f'process {i}' for i in others], ', ')}. Load the "
+            "same data on every process, and seed all shuffling and augmentation. To load separate rows on each "
+            "process, use `keras_shardopt.shard_data(...)`, or `keras_shardopt.data_parallel(auto_shard=False)`."
         )
 
 
@@ -85,12 +85,12 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | No
         rows = [num_rows for num_rows, _ in batches]
         others = [f"process {i}" for i, batch in enumerate(batches) if batch != batches[0]]
         what = f"batches of {rows} rows, by process" if len(set(rows)) > 1 else ""
-        what = what or f"other values than process 0 on {check.listed(others, ', ')}"
+        what = what or f"values that differ from those of process 0 on {check.listed(others, ', ')}"
         where = f"batch {step}" if first is None or first >= step else f"one of the batches {first} to {step}"
         raise ValueError(
-            "All processes must pass the same batches, because each uses its part of them. "
-            f"Received: {what}, in {where} (the first is 0). Load the same data on every process, and seed all "
-            "shuffling and augmentation; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
+            "All processes must pass the same batches, because each process uses a part of every batch. Received: "
+            f"{what}, in {where} (the first is 0). Load the same data on every process, and seed all shuffling and "
+            "augmentation; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
         )
 
 

@@ -69,10 +69,10 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
     `received` describes those rows, and `rows` the rows that `batch_shape` must have.
     """
     return (
-        "A stateful layer has one state per row of a batch, so all batches must have the same number of rows, and so "
-        f"must all replicas. Received: {received}, with {rows_of_states(layer)} states in layer "
-        f"{layer.name!r}. Give `keras.Input(batch_shape=...)` the rows {rows}, use a `batch_size` that divides by the "
-        "number of replicas, and leave out the rows of a smaller last batch."
+        "A stateful layer has one state per row of a batch, so all batches, and all replicas, must have the same "
+        f"number of rows. Received: {received}, with {rows_of_states(layer)} states in layer {layer.name!r}. Give "
+        f"`keras.Input(batch_shape=...)` the number of rows {rows}, use a `batch_size` that divides by the number of "
+        "replicas, and leave out the rows of a smaller last batch."
     )
 
 
@@ -99,9 +99,9 @@ def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: in
     if others:
         names = [layer.name for layer in layers_of(model) if any(id(state) in others for state in states_of(layer))]
         raise ValueError(
-            "If the optimizer needs per-replica gradients, JAX can divide the states of Keras RNNs only. "
-            f"Received: `states` in layer {', '.join(map(repr, names))}. Leave out `replica_clipnorm`, "
-            "`replica_transform`, `extensions` and `gradient_accumulation_steps`."
+            "With the gradients of each replica, JAX can divide the `states` of Keras RNNs among replicas, but not "
+            f"those of other layers. Received: `states` in layer {', '.join(map(repr, names))}. Leave out "
+            "`replica_clipnorm`, `replica_transform`, `extensions` and `gradient_accumulation_steps`."
         )
     fit_states(layers, [all_rows] if all_rows % num_replicas == 0 else rows_of_parts(all_rows, num_replicas))
     rows = all_rows // num_replicas

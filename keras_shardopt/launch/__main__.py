@@ -70,9 +70,9 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
         raise JobError(f"`--nproc` must be a number, or a minimum and a maximum as in 2:3. Received: {given.nproc!r}.")
     if least and given.nnodes > 1:
         raise JobError(
-            "With several machines, `--nproc` must be one number, the same on all. Received: "
-            f"--nproc {given.nproc} with --nnodes {given.nnodes}. Use one number. On PyTorch, `torchrun --nnodes 1:2` "
-            "continues after the loss of a machine."
+            f"With several machines, `--nproc` must be one number, the same on all. Received: --nproc {given.nproc} "
+            f"with --nnodes {given.nnodes}. Use one number. If a PyTorch job must continue after it loses a machine, "
+            "use `torchrun --nnodes 1:2`."
         )
     job = Job(
         program=["-m", *given.module] if given.module else given.program[given.program[:1] == ["--"] :],

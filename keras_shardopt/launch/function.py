@@ -64,8 +64,8 @@ def launch_processes(
         )
     if "KERAS_BACKEND" not in os.environ:
         raise ValueError(
-            "`launch_processes` needs the environment variable KERAS_BACKEND, so that new processes use its backend. "
-            'Received: none. Set it before `import keras`: `os.environ["KERAS_BACKEND"] = "torch"`.'
+            "`launch_processes` needs the environment variable KERAS_BACKEND, so that new processes use the same "
+            'backend. Set KERAS_BACKEND before `import keras`: `os.environ["KERAS_BACKEND"] = "torch"`.'
         )
     call = pickler().dumps((function, tuple(args), dict(kwargs or {})))
     with tempfile.TemporaryDirectory() as name:  # only this user can read it
@@ -78,9 +78,9 @@ def launch_processes(
             raise error from _RemoteTraceback(text)
         if status:
             raise RuntimeError(
-                "All processes must end without errors. Received: the exit status "
-                f"{status} of `python -m keras_shardopt.launch --nproc {num_processes}`. "
-                "The last line of its output above names the cause."
+                f"All processes must end without errors. Received: the exit status {status} of `python -m "
+                f"keras_shardopt.launch --nproc {num_processes}`. The last line of this command's output above names "
+                "the cause."
             )
         if not (folder / RESULT).exists():
             raise RuntimeError(

@@ -80,9 +80,9 @@ class Job:
             try:
                 pathlib.Path(self.log_dir).mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise JobError(f"`--log-dir` must be a directory, or a new one. Received: {error}.") from error
+                raise JobError(f"`--log-dir` must be an existing or a new directory. Received: {error}.") from error
         if not self.program:
-            raise JobError("A program to run must follow the options, as in `--nproc 2 train.py`. Received: none.")
+            raise JobError("A program to run must follow the options, as in `--nproc 2 train.py`.")
         if self.program[0] != "-m" and not pathlib.Path(self.program[0]).is_file():
             raise JobError(f"The program must be a file, or a module after -m. Received: {self.program[0]!r}.")
 

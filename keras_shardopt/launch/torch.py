@@ -14,8 +14,8 @@ def start(job: Job) -> int:
     """Runs this machine's processes of the job. Returns the exit status."""
     if job.devices_per_process not in (None, 1):
         raise JobError(
-            "On PyTorch each process has one device. "
-            f"Received: --devices-per-process {job.devices_per_process}. Remove it, and start more processes."
+            f"On PyTorch each process has one device. Received: --devices-per-process {job.devices_per_process}. "
+            "Remove this option, and start more processes."
         )
     host, _, port = (job.coordinator or "127.0.0.1:0").rpartition(":")
     if job.node_rank > 0:

@@ -180,8 +180,8 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
             OptimizerWrapper.gradient_accumulation_steps.__set__(self, value)
         elif value != own and "accumulation" in vars(self):  # Keras' constructor sets it as well
             raise ValueError(
-                "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
-                f"Received: {value!r}, for {self!r}. Make a new one."
+                f"`gradient_accumulation_steps` of a `CrossShard` cannot be changed. Received: {value!r}, for "
+                f"{self!r}. Create a new `CrossShard`."
             )
 
     # -- building and files --------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def clip_gradients_by_norm(
     pairs: list[Any] = list(grads_and_vars) if listed else [None]
     for pair in pairs:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_pair(*pair)):
-            what = repr(grads_and_vars) if pair is None else f"{pair!r} among them"
+            what = repr(grads_and_vars) if pair is None else f"the entry {pair!r}"
             raise TypeError(f"`grads_and_vars` must list (gradient, variable) pairs. Received: {what}")
     clipped, _ = clip_by_global_norm([grad for grad, _ in pairs], clip_gradients)
     return [(like_variable(grad, variable), variable) for grad, (_, variable) in zip(clipped, pairs)]

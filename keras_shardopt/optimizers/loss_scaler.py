@@ -185,8 +185,8 @@ class AutomaticLossScaler:
         """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it."""
         if self._variables is not None:
             raise ValueError(
-                "An `AutomaticLossScaler` can be used by one optimizer only. Received: one that is in use. "
-                f"Create a new one: `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
+                "An `AutomaticLossScaler` can be used by one optimizer only. Received: an object that another "
+                f"optimizer uses. Create `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
             )
         self._variables = [add_variable(*row) for row in self.initial_state()]
 
@@ -297,7 +297,9 @@ def _variable(name: str, start: float, dtype: str) -> Variable:
 def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], faithful: bool) -> dict[str, Any]:
     unknown = sorted(set(params) - set(rules), key=str)
     if unknown:
-        raise ValueError(f"`params` of {algorithm!r} may hold {list(rules)}. Received: {unknown} among them.")
+        raise ValueError(
+            f"`params` of {algorithm!r} may contain only {list(rules)}. Received: the unknown keys {unknown}."
+        )
     checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}
     for name, (_, kind, sensible, range_) in rules.items():
         value = checked[name]

@@ -100,11 +100,11 @@ class Join(Schedule):
 
     def __init__(self, schedules: Sequence[Any], boundaries: Sequence[int]) -> None:
         self.schedules = [part("schedules", schedule) for schedule in check.sequence("schedules", schedules)]
-        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates.", at_least=0)
+        self.boundaries = check.counts("boundaries", boundaries, "Pass ints, in updates.", at_least=0)
         if len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
-                "`boundaries` must be one less than `schedules`. Received: "
-                f"{len(self.boundaries)} boundaries={self.boundaries} and {len(self.schedules)} schedules"
+                f"`boundaries` must have one entry less than `schedules`. Received: {len(self.boundaries)} "
+                f"boundaries={self.boundaries} and {len(self.schedules)} schedules"
             )
 
     def rate_at(self, steps: StepCount) -> Tensor:

@@ -94,14 +94,14 @@ class PiecewiseConstant(Policy):
         steps_per_epoch: int | None = None,
     ) -> None:
         self.learning_rate = _learning_rate(learning_rate)
-        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates or whole epochs.")
+        self.boundaries = check.counts("boundaries", boundaries, "Pass ints, in updates or whole epochs.")
         self.decay_rates = [
             check.number("decay_rates", m, at_least=0) for m in check.sequence("decay_rates", decay_rates)
         ]
         if len(self.boundaries) != len(self.decay_rates):
             raise ValueError(
-                "`boundaries` and `decay_rates` must have the same length; the rate before the first boundary has no "
-                f"multiplier. Received: {len(self.boundaries)} boundaries={self.boundaries} and "
+                "`boundaries` and `decay_rates` must have the same length, because the rate before the first boundary "
+                f"has no multiplier. Received: {len(self.boundaries)} boundaries={self.boundaries} and "
                 f"{len(self.decay_rates)} decay_rates={self.decay_rates}"
             )
         if steps_per_epoch is not None:
@@ -166,8 +166,8 @@ class ExpDecay(Policy):
         self._numerator, self._denominator = Fraction(self.decay_steps).as_integer_ratio()
         if self._denominator > 1 and self._numerator * self._denominator >= 2**31:
             raise ValueError(
-                "`decay_steps` must be a whole number or a simple fraction such as 2.5. "
-                f"Received: decay_steps={decay_steps!r}. Round it."
+                "`decay_steps` must be a whole number or a simple fraction such as 2.5. Received: "
+                f"decay_steps={decay_steps!r}. Round the number."
             )
         self.decay_rate = check.number("decay_rate", decay_rate, at_least=0)
         self._squares = repeated_squares(self.decay_rate)
@@ -311,10 +311,10 @@ class CosineDecay(Policy):
         if self.power != 1:
             # Warn instead of raising an error, so configs of OpenSeq2Seq with `power` still work.
             warn(
-                f"`power` has no effect on CosineDecay. Received: power={power!r}. Remove it, or use PolyDecay.",
+                f"`power` has no effect on CosineDecay. Received: power={power!r}. Remove `power`, or use PolyDecay.",
             )
         self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
-        self.min_lr = check.number("min_lr", min_lr, at_least=0, fix="It is a fraction of `learning_rate`.")
+        self.min_lr = check.number("min_lr", min_lr, at_least=0, fix="Pass a fraction of `learning_rate`.")
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
         if absolute_min_lr is not None:
             absolute_min_lr = check.number("absolute_min_lr", absolute_min_lr, at_least=0)

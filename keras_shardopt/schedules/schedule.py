@@ -175,12 +175,13 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
             raise TypeError(
-                f"`identifier` must come with the arguments of its constructor. Received: {identifier!r}: {error}"
+                f"The name of a schedule must come with the arguments of its constructor. Received: {identifier!r}: "
+                f"{error}"
             ) from None
         return kind(**arguments)
     if arguments:
         raise ValueError(
-            f"Arguments must come with the name of a schedule. Received: identifier={identifier!r} and "
+            f"Arguments can be passed only with the name of a schedule. Received: identifier={identifier!r} and "
             f"{sorted(arguments)}"
         )
     if isinstance(identifier, keras.optimizers.schedules.LearningRateSchedule):

@@ -162,7 +162,7 @@ def repeated_squares(base: float) -> list[float]:
 
 def _integers(step: Any) -> Any:
     if step is None:
-        raise ValueError("`step` must be given: an int or an integer tensor, such as `optimizer.iterations`.")
+        raise ValueError("`step` must be an int or an integer tensor, such as `optimizer.iterations`.")
     if type(step) is int and 0 <= step <= _INT32_MAX:
         # Make a tensor by adding to zeros, because `torch.compile` would compile again for each new constant.
         return ops.zeros((), dtype="int32") + step
@@ -183,5 +183,5 @@ def _integers(step: Any) -> Any:
             return ops.cast(array, "int64" if dtype == "uint64" else "int32")
     raise TypeError(
         "`step` counts updates and must be made of integers: float32 cannot distinguish 16777217 from 16777216. "
-        f"Received: step={step!r} of dtype {array.dtype}. Pass `optimizer.iterations` as it is, or cast to int."
+        f"Received: step={step!r} of dtype {array.dtype}. Pass `optimizer.iterations` as it is, or cast `step` to int."
     )

@@ -92,7 +92,7 @@ def _check_independent(
                 raise ValueError(f"{_rule(optimizer)} Received: an optimizer with nondeterministic updates. {_ADVICE}")
             raise ValueError(
                 f"{_rule(optimizer)} Received: an update of `{probe.path}` that depends on other variables, such as a "
-                f"norm over all of them. {_ADVICE}"
+                f"norm over all variables. {_ADVICE}"
             )
     for run in alternating if len(probes) > 1 else []:
         for mine, theirs in zip(whole.shared_state, run.shared_state):
@@ -293,9 +293,9 @@ def fresh_copy(optimizer: Optimizer, **changes: Any) -> Any:
         return kind.from_config({**config, **{key: value for key, value in changes.items() if key in config}})
     except Exception as error:  # users' `get_config` and `from_config` may raise anything
         raise ValueError(
-            "`shard_state=True` tests a copy of the optimizer, so it must be possible to create it from its config. "
-            f"Received: {kind.__name__}, which fails with {type(error).__name__}: {error}. "
-            "Implement `get_config` and `from_config`, or use `shard_state=False`."
+            "`shard_state=True` tests a copy of the optimizer, so the optimizer must be creatable from its config. "
+            f"Received: {kind.__name__}, whose config fails with {type(error).__name__}: {error}. Implement "
+            "`get_config` and `from_config`, or use `shard_state=False`."
         ) from error
 
 

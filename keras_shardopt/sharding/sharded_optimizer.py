@@ -30,7 +30,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has only a part of the state that `model.save`, `model.save_weights` and "
     "`optimizer.save_own_variables` store. Call `keras_shardopt.save_model(model, path)` (or `save_weights`) on every "
-    "rank; one of them writes."
+    "rank. One rank writes the file."
 )
 
 
@@ -65,10 +65,10 @@ class ShardedState(OptimizerWrapper):
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
-                "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`: it divides whole arrays, and "
-                f"each replica has only a part of them there. Received: axis_name={self.axis_name!r}, an axis of "
-                f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
-                ", or use `shard_state=False`."
+                "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`, because it divides whole "
+                f"arrays, and each replica has only a part of an array there. Received: axis_name={self.axis_name!r}, "
+                f"an axis of {comm.num_replicas} replicas. Train with `model.fit` inside `with "
+                "keras_shardopt.data_parallel():`, or use `shard_state=False`."
             )
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -124,7 +124,7 @@ class ShardedState(OptimizerWrapper):
         """
         if self.shard_state and observer is not None and not self._lays_out_state:
             raise ValueError(
-                "Summaries of gradients need all of them, but with `shard_state=True` a replica has only its slices. "
+                "Summaries of gradients need all gradients, but with `shard_state=True` a replica has only its slices. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
             )
         super()._observe(observer)
@@ -134,7 +134,7 @@ class ShardedState(OptimizerWrapper):
         if self._shards is not None:
             raise ValueError(
                 "`SwapEMAWeights` cannot swap weights with `shard_state=True`, because a replica has only the moving "
-                "averages of its slices. Remove the callback: at its end, `fit` sets the weights to the averages."
+                "averages of its slices. Remove the callback: at the end, `fit` sets the weights to the averages."
             )
         return super()._model_variables_moving_average
 
@@ -173,8 +173,8 @@ class ShardedState(OptimizerWrapper):
             if not self.built and len(placement.replica_values(self.iterations)) > 1:
                 raise ValueError(
                     "With `shard_state=True` the optimizer must be built before a checkpoint is restored, because each "
-                    f"replica takes a part of the state. Received: {self!r}, not built. Compile the model with it first"
-                    ", or call `optimizer.build(model.trainable_variables)`."
+                    f"replica takes a part of the state. Received: {self!r}, not built. Compile the model with this "
+                    "optimizer first, or call `optimizer.build(model.trainable_variables)`."
                 )
 
     @property
@@ -227,8 +227,8 @@ def _refuse_several() -> None:
     several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
     if running_instance(several, "build") is not None:
         raise ValueError(
-            "`shard_state=True` cannot be inside a `MultiOptimizer`, because it would store only one replica's part of "
-            "the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
+            "`shard_state=True` cannot be inside a `MultiOptimizer`, because a `MultiOptimizer` would store only one "
+            "replica's part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
         )
 
 

@@ -103,7 +103,7 @@ class Shards(abc.ABC):
             raise ValueError(
                 "The number of replicas must not change after the build, because each replica holds a part of the "
                 f"state. Received: {replicas.num_replicas} replicas, and state divided among {self.num_replicas}. "
-                "Build the model again, and load a checkpoint: it fits any number of replicas."
+                "Build the model again, and load a checkpoint. A checkpoint fits any number of replicas."
             )
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:

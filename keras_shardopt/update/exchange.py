@@ -104,7 +104,9 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raise the ValueError that the replicas of another group have raised before."""
     ranks = _ranks_of(replicas)
     words = "" if ranks is None else ranks.read_failure()
-    raise ValueError(words or "All groups must train. Received: an error in another group. See its message.")
+    raise ValueError(
+        words or "All groups of replicas must train. Another group failed: read the error message of that group."
+    )
 
 
 # Backends on which one group of replicas can fail while another group waits in a collective.

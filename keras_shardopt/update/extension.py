@@ -68,7 +68,7 @@ class Settings(Configured):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
             raise AttributeError(
-                f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Create a new one."
+                f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Create a new object."
             )
         super().__setattr__(name, value)
 

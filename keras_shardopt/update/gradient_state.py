@@ -23,9 +23,10 @@ _GROUPS_ADVICE = (
 )
 _DIVIDED_BEFORE = (
     "Either all losses of an optimizer must be divided by the number of replicas, or none. Received: a step without a "
-    "detected division, after a step with one. It is treated as divided, because losses in an already traced "
-    '`tf.function` cannot be detected. If the loss is divided, use `CrossShard(..., gradients="prescaled")`. If it is '
-    'the mean over the rows of one replica, use a separate optimizer with `gradients="local"`.'
+    "detected division, after a step with a detected division. The loss is treated as divided, because losses in an "
+    "already traced `tf.function` cannot be detected. If the loss is divided, use `CrossShard(..., "
+    'gradients="prescaled")`. If the loss is the mean over the rows of one replica, use a separate optimizer with '
+    '`gradients="local"`.'
 )
 
 
@@ -81,8 +82,8 @@ class GradientStateFinder:
             if self._options.gradients != "auto":
                 advice = f"Leave `gradients={self._options.gradients!r}` out. {advice}"
             self._warn_once(
-                f"{self._optimizer!r} accumulates gradients that arrive reduced. Updates are correct, but each "
-                f"micro-batch communicates. {advice}",
+                f"{self._optimizer!r} accumulates gradients that are already averaged over the replicas. Updates are "
+                f"correct, but each micro-batch communicates. {advice}",
                 "accumulates",
             )
         if is_reduced and self.needing:
@@ -114,10 +115,10 @@ class GradientStateFinder:
     def _raise_reduced(self, state: GradientState, num_replicas: int) -> None:
         rule = f"`{self.needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
         if state is GradientState.SUMMED:
-            received = "gradients that `shard_map` has summed over the replicas already"
+            received = "gradients that `shard_map` has already summed over the replicas"
             advice = _SUMMED_ADVICE
         else:
-            received = f"gradients that are global already, with {num_replicas} replicas"
+            received = f"gradients that are already averaged over {num_replicas} replicas"
             in_groups = "group_assignment" in self.needing[0]
             advice = _GROUPS_ADVICE if in_groups else _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(self.needing)}, and {received}. {advice}")
@@ -129,15 +130,15 @@ def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
     if isinstance(finder, GradientStateFinder):
         if finder.accumulates:
             raise ValueError(
-                "`gradient_accumulation_steps` must be given to the outer `CrossShard`. Inside it, each micro-batch "
-                f"would communicate. Received: inner_optimizer={optimizer!r}."
+                "`gradient_accumulation_steps` must be passed to the outer `CrossShard`. In the inner optimizer, each "
+                f"micro-batch would communicate. Received: inner_optimizer={optimizer!r}."
             )
         if finder.needs_local_gradients or getattr(optimizer, "group_assignment", None):
             raise ValueError(
                 "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression`, and some `extensions` and "
-                "`stages` need each replica's gradients, but inside another `CrossShard` gradients are global already. "
-                f"Received: inner_optimizer={optimizer!r}. "
-                "Pass these arguments to the outer `CrossShard`."
+                "`stages` need each replica's gradients, but inside another `CrossShard` gradients are already "
+                f"averaged over the replicas. Received: inner_optimizer={optimizer!r}. Pass these arguments to the "
+                "outer `CrossShard`."
             )
     for inner in children(optimizer):
         refuse_local_gradients_inside(inner)

@@ -58,7 +58,7 @@ class CrossShardOptions:
         if sends is not None and not (isinstance(sends, str) and sends in ("float16", "bfloat16")):
             sends = plug_of("compression").made(sends)
         if self.replica_clipnorm is not None:
-            fix = "Omit it to train without clipping."
+            fix = "Omit `replica_clipnorm` to train without clipping."
             check.real("replica_clipnorm", self.replica_clipnorm, above=0, finite=False, fix=fix)
         if self.replica_transform is not None and not callable(self.replica_transform):
             raise TypeError(
@@ -68,13 +68,13 @@ class CrossShardOptions:
         groups = group_assignment_of(self.group_assignment)
         num_steps = self.gradient_accumulation_steps
         if num_steps is not None:
-            fix = "Omit it to train without accumulation."
+            fix = "Omit the argument to train without accumulation."
             num_steps = check.integer("gradient_accumulation_steps", num_steps, fix=fix)
         check.flag("shard_state", self.shard_state)
         if self.shard_state and groups is not None:
             raise ValueError(
                 "`shard_state=True` cannot be combined with `group_assignment`, because each group has its own state. "
-                f"Received: group_assignment={self.group_assignment!r}. Remove one of them."
+                f"Received: group_assignment={self.group_assignment!r}. Remove one of the two."
             )
         self._check_objects()
         given = {
@@ -185,7 +185,8 @@ class CrossShardOptions:
 def _option(name: str, doc: str) -> Any:
     def refuse(optimizer: HasOptions, value: Any) -> None:
         raise AttributeError(
-            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Create a new one."
+            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Create a new "
+            "optimizer."
         )
 
     return property(lambda optimizer: getattr(optimizer._options, name), refuse, doc=doc)
@@ -245,7 +246,9 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
     ids = [replica for group in groups for replica in group]
     for replica in ids:
         if not isinstance(replica, (int, float)) and not hasattr(replica, "__index__"):
-            raise ValueError(f"`group_assignment` must contain integer replica ids. {received}, with {replica!r} in it")
+            raise ValueError(
+                f"`group_assignment` must contain integer replica ids. {received}, with the entry {replica!r}"
+            )
     twice = sorted({replica for replica in ids if ids.count(replica) > 1})
     if twice:
         raise ValueError(f"`group_assignment` must contain every replica once. {received}, with {twice} more than once")

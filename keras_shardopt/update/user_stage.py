@@ -54,8 +54,8 @@ class UserStage(Stage):
         previous = vars(self._stage).get("_owner", owner)
         if previous[0] == owner[0] and previous != owner:
             raise ValueError(
-                "Each optimizer must have separate stages. "
-                f"Received: {self._stage!r}, which another optimizer was built with. Create a new stage."
+                f"Each optimizer must have separate stages. Received: {self._stage!r}, which another optimizer already "
+                "uses. Create a new stage."
             )
         vars(self._stage)["_owner"] = owner
 
@@ -79,7 +79,7 @@ class UserStage(Stage):
         if others:
             raise ValueError(
                 f"`{self._name_of('build')}` must create its variables with the argument `add_variable`, or compiled "
-                f"steps would lose their values. Received: {[v.path for v in others]}, created without it. "
+                f"steps would lose their values. Received: {[v.path for v in others]}, created without `add_variable`. "
                 "Use `add_variable(...)` instead of `keras.Variable(...)`."
             )
 
@@ -92,7 +92,7 @@ class UserStage(Stage):
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
         with assigning_nothing(f"`{self._name_of('local')}`"):
             after = self._stage.local(own, comm)
-        self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
+        self._check(after, own, "local", "End the method with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
         # All replicas must send the same dtypes, so cast gradients to those of the variables. None stays None.
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
@@ -153,7 +153,7 @@ class UserStage(Stage):
         if returned is not None:
             raise TypeError(
                 f"`{self._name_of(hook)}` must return None. To continue, call `proceed(step)`. To skip the update, do "
-                f"not call it. Received: {type(returned).__name__}."
+                f"not call `proceed`. Received: {type(returned).__name__}."
             )
 
     def _check(self, after: Any, before: Step, hook: str, fix: str) -> None:
@@ -168,7 +168,8 @@ class UserStage(Stage):
         if hook == "local" and not _same(after.variables, before.variables):
             fix = "Do not change `variables`. Set the gradient of a variable to None to keep its value."
             raise ValueError(
-                f"{rule} the `variables` of `step`. Received: {len(after.variables)} other variables. {fix}"
+                f"{rule} a `Step` with unchanged `variables`. Received: {len(after.variables)} different variables. "
+                f"{fix}"
             )
         if not isinstance(after.grads, (list, tuple)):
             raise TypeError(f"{rule} a list of `grads`. Received: {_shown(after.grads)}. Use a list.")

@@ -121,8 +121,8 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
     if not isinstance(identifier, (str, dict)):
         is_class = isinstance(identifier, type) and issubclass(identifier, keras.optimizers.Optimizer)
         raise TypeError(
-            f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
-            f"Received: {argument}={identifier!r} "
+            f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of an optimizer. Received: "
+            f"{argument}={identifier!r} "
             + (
                 f"(the class itself). Use `{caller}({identifier.__name__}(...))`."
                 if is_class
@@ -147,8 +147,8 @@ def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
     if isinstance(inner, Wrapping) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
-            f"`{name}` must be inside `{other}`, because around it, it would receive the gradients of only one part "
-            f"of the batch. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            f"`{name}` must be inside `{other}`, or it would receive the gradients of only one part of the batch. "
+            f"Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
     for optimizer in children(inner):
         refuse_local_gradients(outer, optimizer)

@@ -148,8 +148,8 @@ class Rollback:
         if not self._warned:
             self._warned = True
             warn(
-                "Moving statistics and seeds cannot be restored here after a skipped update, so they may keep a NaN. "
-                f"{received}",
+                "Moving statistics and seeds cannot be restored here after a skipped update, so the statistics may "
+                f"contain NaN. {received}",
             )
 
     # -- in the steps of `fit` -----------------------------------------------------------------------------------
@@ -175,7 +175,9 @@ class Rollback:
         """Return the result of a stateless `train_step`, with variables restored if the update was skipped."""
         optimizer = model.optimizer
         if not _is_step_of_keras(model, state, result):
-            self._warn("Received: a `train_step` with other inputs or outputs than the four parts of Keras' state.")
+            self._warn(
+                "Received: a `train_step` whose inputs or outputs differ from the four parts of Keras' training state."
+            )
             return result
         if optimizer._collects:
             return result

@@ -119,8 +119,8 @@ def warn_if_read_early(optimizer: StoredOptimizer) -> None:
     """Warn if the optimizer has loaded a file but is not built: counters and rates have other values until then."""
     if optimizer._loaded is not None:
         warn(
-            "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. "
-            "Until the optimizer is built, they do not have the values of the loaded file."
+            "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. Until then, "
+            "counters and rates do not have the values of the loaded file."
         )
 
 
@@ -194,9 +194,9 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
     # Raise, because Keras only warns and trains with a fresh optimizer: the loss jumps without an obvious cause.
     if len(store.keys()) != len(variables):
         raise ValueError(
-            f"The stored state must have {len(variables)} arrays, one for each of "
-            f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
-            "Was it saved with another optimizer or other trainable variables?"
+            f"The stored state must have {len(variables)} arrays, one for each of {[v.path for v in variables]}. "
+            f"Received: {len(store.keys())} arrays. Was the file saved with another optimizer or other trainable "
+            "variables?"
         )
     divided = optimizer._divided_state
     for i, variable in enumerate(variables):
@@ -204,8 +204,8 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
         expected = tuple(variable.shape) if divided is None else divided.stored_shape(variable)
         if expected is not None and shape != expected:
             raise ValueError(
-                f"The stored array of `{variable.path}` must have shape {expected}. "
-                f"Received: shape {shape}. Was it saved with other trainable variables?"
+                f"The stored array of `{variable.path}` must have shape {expected}. Received: shape {shape}. Was the "
+                "file saved with other trainable variables?"
             )
 
 
@@ -231,13 +231,13 @@ def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     counted = [[_comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
-    received = [f"`{metadata.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing]
+    received = [f"the file has `{metadata.slots[key]}`, but this optimizer has `{mine[key]}`" for key in differing]
     if kind is not None and metadata.kind not in (None, kind):
-        received = [f"state of `{metadata.kind}` where this optimizer is `{kind}`", *received]
+        received = [f"the file has the state of `{metadata.kind}`, but this optimizer is `{kind}`", *received]
     if received:
         raise ValueError(
-            "The stored state must be that of the same variables and the same kind of optimizer. "
-            f"Received: {listed(received)}. Was it saved with another optimizer, or were layers renamed? "
+            "The stored state must belong to the same variables and the same kind of optimizer. Received: "
+            f"{listed(received)}. Was the file saved with another optimizer, or were layers renamed? "
             "`model.load_weights(..., skip_mismatch=True)` loads everything else in the file."
         )
 

@@ -218,8 +218,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
-                "An inner optimizer cannot be used for two models. "
-                f"Received: {with_article(self.inner)} that was built for other variables. Create a new one."
+                f"An inner optimizer cannot be used for two models. Received: {with_article(self.inner)} that was "
+                "built for other variables. Create a new optimizer."
             )
         if not self.inner.built:
             # TensorFlow builds inside `apply`, in a name scope that must not be part of variable paths.
@@ -292,8 +292,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         if not self.built:
             if trainable_variables is None:
                 raise ValueError(
-                    "The first `apply` needs `trainable_variables`, because the optimizer is not built. "
-                    f"Pass them, or call `{type(self).__name__}.build(trainable_variables)` first."
+                    "The first `apply` needs `trainable_variables`, because the optimizer is not built. Pass the "
+                    f"variables, or call `{type(self).__name__}.build(trainable_variables)` first."
                 )
             self.build(trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)

@@ -81,8 +81,8 @@ class JaxPlacement(Placement):
         if distribution is None and processes._opened is not None and jax.process_count() > 1:
             raise ValueError(
                 "The distribution of `data_parallel()` must stay active, or each process would train a separate model. "
-                "Received: no distribution. `keras.backend.clear_session()` removes it: call that before "
-                "`data_parallel()`."
+                "Received: no active distribution. `keras.backend.clear_session()` removes the distribution, so call "
+                "`clear_session` before `data_parallel()`."
             )
         active = _devices_of(distribution)
         # With only one device, no variable can be on the wrong device, so skip the check.
@@ -91,16 +91,16 @@ class JaxPlacement(Placement):
             theirs = _devices_of(variable._layout)
             if len(theirs) > 1 and not active:
                 raise ValueError(
-                    f"`{variable.path}` was made for {len(theirs)} devices, but no distribution is active, so "
-                    "each device would repeat the whole computation. Train before `data_parallel()` is closed, or "
-                    "build a new model outside it."
+                    f"`{variable.path}` was made for {len(theirs)} devices, but no distribution is active, so each "
+                    "device would repeat the whole computation. Train before `data_parallel()` is closed, or build a "
+                    "new model outside `data_parallel()`."
                 )
             if active and theirs != active:
                 made = f"for {len(theirs)} other devices than" if theirs else "before"
                 raise ValueError(
-                    f"`{variable.path}` must be on all devices of the active distribution. Received: a variable that "
-                    f"was made {made} the active distribution over {len(active)} devices. Build the model inside "
-                    "`with keras_shardopt.data_parallel():`, or after `set_distribution`."
+                    f"`{variable.path}` must be on all devices of the active distribution. Received: a variable made "
+                    f"{made} the active distribution, which has {len(active)} devices. Build the model inside `with "
+                    "keras_shardopt.data_parallel():`, or after `set_distribution`."
                 )
         # Skip this inside `shard_map` and `pmap`, which have no layouts. The caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -289,11 +289,10 @@ def _check_can_lay_out(variables: Sequence[Variable]) -> None:
         num_devices = _num_devices_of(variable.value)
         if num_devices > 1:
             raise ValueError(
-                "`shard_state=True` shards state over the devices of the active `keras.distribution`, but none "
-                f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
-                "inside `with keras_shardopt.data_parallel():`, or after "
-                "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
-                "`shard_state=False`."
+                "`shard_state=True` shards state over the devices of the active `keras.distribution`, but no "
+                f"distribution is active. Received: `{variable.path}` on {num_devices} devices. Build model and "
+                "optimizer inside `with keras_shardopt.data_parallel():`, or after "
+                "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use `shard_state=False`."
             )
 
 

@@ -127,13 +127,13 @@ def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
     # Check `is_initialized` first, because `process_count` would create the devices.
     if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ValueError(
-            "`timeout` cannot be set here for several processes, because JAX has already connected them. "
-            f"Received: timeout={timeout.total_seconds():g} s. Set it in JAX: "
+            "`timeout` cannot be set here for several processes, because JAX has already connected the processes. "
+            f"Received: timeout={timeout.total_seconds():g} s. Set the time limit in JAX: "
             "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
         )
     if before is not None and not isinstance(before, keras.distribution.DataParallel):
         raise ValueError(
-            "`data_parallel()` sets its own distribution, so the layouts of the active one would be lost. "
+            "`data_parallel()` sets its own distribution, so the layouts of the active distribution would be lost. "
             f"Received: {before!r}. Omit `data_parallel()`: `CrossShard` works with the active distribution. Or call "
             "`keras.distribution.set_distribution(None)` first."
         )
@@ -254,9 +254,9 @@ def naming_lost_processes() -> Iterator[None]:
             raise
         others = [str(process) for process in range(num_processes) if process != mine]
         raise RuntimeError(
-            "All processes must take part in each step, and one of them is gone or stuck. Received: a failed exchange "
-            f"of process {mine} with {plural('process') if len(others) > 1 else 'process'} {', '.join(others)}. Read "
-            "the output of the process that ended first for the cause. Restart the job: "
+            "All processes must take part in each step, but at least one process is gone or stuck. Received: a failed "
+            f"exchange of process {mine} with {plural('process') if len(others) > 1 else 'process'} "
+            f"{', '.join(others)}. Read the output of the process that ended first for the cause. Restart the job: "
             "`keras_shardopt.callbacks.BackupAndRestore` resumes from the last backup. JAX's error is: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
@@ -311,11 +311,11 @@ class _OverProcesses(keras.distribution.DataParallel):
         # Raise the error in this property, because Keras' `predict` reads it before it changes the model.
         if is_running("predict", _KERAS_TRAINER) and not _predicts_together.get():
             raise RuntimeError(
-                "Over several processes, `predict` needs a prepared model and the same data on all of them. Received: "
-                f"{jax.process_count()} processes, with an unprepared model, different data, `auto_shard=False` or "
-                "`gather=False`. Call `keras_shardopt.prepare(model)`. Or predict with a copy in one process: "
-                "`weights = model.get_weights()`, close `data_parallel()`, then `copy = "
-                "keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+                "With several processes, `predict` needs the same data on every process, and a model passed to "
+                f"`keras_shardopt.prepare`. Received: {jax.process_count()} processes, with a model that was not "
+                "prepared, different data, `auto_shard=False` or `gather=False`. Call `keras_shardopt.prepare(model)`. "
+                "Or predict with a copy in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
             )
         return False  # each process feeds its own rows
 

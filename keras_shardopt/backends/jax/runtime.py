@@ -30,8 +30,8 @@ class JaxRuntime(Runtime):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if manual == (_UNNAMED_PMAP_AXIS,):
             raise ValueError(
-                "The axis of `pmap` must have a name, or gradients would not be reduced over it. "
-                f"Received: `pmap` without one. Use `jax.pmap(step, axis_name={axis_name!r})`."
+                "`jax.pmap` must have an `axis_name`, or gradients would not be averaged over the replicas. Received: "
+                f"`pmap` without a name. Use `jax.pmap(step, axis_name={axis_name!r})`."
             )
         if manual:
             raise ValueError(

@@ -81,7 +81,7 @@ class ReplicaContext(Communicator):
         """Concatenate each tensor of the group's replicas. With `takes_part`, only their slices for this replica."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
-                "Codecs of gradients need `MirroredStrategy` on TensorFlow, in one process. Received: another "
+                "On TensorFlow, this `compression` needs a `MirroredStrategy` in one process. Received: another "
                 'strategy. Use `compression="bfloat16"`, or omit `compression`.'
             )
         replicas = range(self.world.num_replicas)
@@ -168,17 +168,17 @@ def _explaining_merge_calls() -> Iterator[None]:
         if "merge_call" not in str(error):
             raise
         raise RuntimeError(
-            "Replicas cannot communicate in a `tf.function`, condition or loop inside a step. An update "
-            "communicates, and so does a loss in a prepared model. Received: a call from inside one. Remove "
-            "`@tf.function` from functions that the step calls, because the whole step is already compiled. Compute "
-            "losses outside conditions and loops."
+            "Replicas cannot communicate in a `tf.function`, condition or loop inside a step. Updates communicate, and "
+            "so do losses of a model passed to `keras_shardopt.prepare`. Received: an update or a loss inside a "
+            "`tf.function`, condition or loop. Remove `@tf.function` from functions that the step calls, because the "
+            "whole step is already compiled. Compute losses outside conditions and loops."
         ) from error
 
 
 _MIXTURE = (
     "Either all losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
-    "returns a scalar. Keras does not divide it, but divides other losses or penalties, so the scalar is weighted by "
-    "the number of replicas. Return one value for each row from the loss function, or call "
+    "returns a scalar. Keras does not divide this scalar, but divides other losses or penalties, so the scalar is too "
+    "large by that factor. Return one value for each row from the loss function, or call "
     "`keras_shardopt.prepare(model)`."
 )
 
@@ -186,8 +186,8 @@ _MIXTURE = (
 _READ = (
     "`CrossShard` cannot determine whether this step divides its loss by the number of replicas. Received: a step that "
     "reads the number of replicas, but does not use it in the loss. So `CrossShard` averages the gradients of the "
-    'replicas. If the loss is not divided, use `CrossShard(..., gradients="local")`. If the step divides it elsewhere, '
-    'use `CrossShard(..., gradients="prescaled")`.'
+    'replicas. If the loss is not divided, use `CrossShard(..., gradients="local")`. If the step divides the loss '
+    'elsewhere, use `CrossShard(..., gradients="prescaled")`.'
 )
 
 
@@ -212,8 +212,8 @@ def _objections(state: GradientState) -> Sequence[str]:
     if state is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
         return [
             '`gradients="prescaled"` is for losses that are divided by the number of replicas. Received: a loss '
-            "function that returns a scalar. Keras does not divide it, so updates are too large by that factor. Omit "
-            "`gradients`."
+            "function that returns a scalar. Keras does not divide this scalar, so updates are too large by that "
+            "factor. Omit `gradients`."
         ]
     return ()
 
@@ -226,8 +226,8 @@ def _doubts(seen: set[str]) -> list[str]:
     if tf_losses.BARE_TERM in seen:
         doubts.append(
             "Either all terms of a loss must be divided by the number of replicas, or none. Received: an undivided "
-            "term, such as a bare mean, next to one that Keras divides. The first is weighted by the number of "
-            "replicas. Divide it: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
+            "term, such as a bare mean, next to a term that Keras divides. The undivided term is too large by that "
+            "factor. Divide this term: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
     is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen
     if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED}) and not is_mean:
@@ -235,14 +235,15 @@ def _doubts(seen: set[str]) -> list[str]:
             "`CrossShard` cannot determine whether a custom training step divides its loss by the number of replicas. "
             "Received: a step without a known division, so `CrossShard` averages the gradients of the replicas. Use "
             '`CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica. Use '
-            '`CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows of '
-            "the whole batch."
+            '`CrossShard(..., gradients="prescaled")` if the loss is divided by the number of replicas, or by the rows '
+            "of the whole batch."
         )
     if tf_losses.OWN_WEIGHTS in seen:
         doubts.append(
-            'A loss with `reduction="mean_with_sample_weight"` must divide by the weights of all rows. Received: an '
-            "unprepared model, in which each replica divides by the weights of its own rows, so the update differs "
-            "from that of one process. Call `keras_shardopt.prepare(model)` after `compile`."
+            'A loss with `reduction="mean_with_sample_weight"` must divide by the weights of all rows. Received: a '
+            "model that was not passed to `keras_shardopt.prepare`. Each replica divides by the weights of its own "
+            "rows, so the update differs from training in one process. Call `keras_shardopt.prepare(model)` after "
+            "`compile`."
         )
     return doubts
 

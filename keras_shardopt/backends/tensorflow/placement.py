@@ -62,8 +62,8 @@ def move_into_strategy(optimizers: Sequence[Any]) -> None:
         if not tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "An optimizer that is first used inside `strategy.run` must be made in the scope of that strategy. "
-                f"Received: {with_article(optimizer)} made outside it, for {strategy.num_replicas_in_sync} replicas. "
-                "Create it inside `with strategy.scope():`, or call its `build` there."
+                f"Received: {with_article(optimizer)} made outside this scope, for {strategy.num_replicas_in_sync} "
+                "replicas. Create it inside `with strategy.scope():`, or call `build` of the optimizer there."
             )
         optimizer._distribution_strategy = strategy
         mirror(optimizer.variables)
@@ -89,9 +89,10 @@ def _check_trainer(model: Any) -> None:
         )
     if model.steps_per_execution > 1 and not is_prepared(model):
         raise ValueError(
-            "Under a strategy with several replicas, Keras' loop of several steps fails. "
-            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
-            "`keras_shardopt.prepare(model)` after `compile`, to execute steps one by one, or omit it."
+            "Under a strategy with several replicas, Keras' loop of several steps fails. Received: "
+            f"steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
+            "`keras_shardopt.prepare(model)` after `compile`, to run the steps one by one, or omit "
+            "`steps_per_execution`."
         )
 
 
@@ -113,10 +114,10 @@ def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
     is_alone = not any(num_mirrored(variable) > 1 for variable in variables)
     if processes.num_replicas_of_last_scope > 1 and is_alone and processes.process()[1] == 0:
         warn_user(
-            "To train a loaded model on several replicas, load it inside the scope. Received: a loaded "
-            "optimizer and weights on one device, after a scope of "
-            f"{processes.num_replicas_of_last_scope} replicas. Load it inside `with keras_shardopt.data_parallel():`. "
-            "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`."
+            "To train a loaded model on several replicas, load the model inside the scope. Received: a loaded "
+            f"optimizer and weights on one device, after a scope of {processes.num_replicas_of_last_scope} replicas. "
+            "Load the model inside `with keras_shardopt.data_parallel():`. To train on one device, load the model "
+            "inside `with keras_shardopt.data_parallel(1):`."
         )
 
 
@@ -155,9 +156,9 @@ class TensorFlowPlacement(Placement):
                 if getattr(optimizer, argument, None):
                     given = f"{argument}={getattr(optimizer, argument)}"
                     raise ValueError(
-                        f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas, "
-                        "because it needs a collective inside a condition. "
-                        f"Received: {type(optimizer).__name__}({given}). "
+                        f"`{argument}` of the optimizer inside `CrossShard` cannot work with several replicas, because "
+                        "replicas of TensorFlow cannot communicate inside a condition. Received: "
+                        f"{type(optimizer).__name__}({given}). "
                         + (
                             f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."
                             if argument == "gradient_accumulation_steps"

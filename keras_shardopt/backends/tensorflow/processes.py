@@ -63,11 +63,12 @@ class TensorFlowProcesses(Processes):
             strategy = tf.distribute.get_strategy()
             if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:
                 raise ValueError(
-                    "`timeout` cannot be set here for several processes, because the strategy connected them earlier. "
-                    f"Received: timeout={timeout.total_seconds():g} s. Set it in TensorFlow before the strategy: "
+                    "`timeout` cannot be set here for several processes, because the strategy has already connected "
+                    f"the processes. Received: timeout={timeout.total_seconds():g} s. Set the time limit in "
+                    "TensorFlow, before the strategy is created: "
                     "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
-                    "heartbeat_timeout_in_ms=...)`, or `tf.distribute.experimental.CommunicationOptions("
-                    "timeout_seconds=...)` to the strategy."
+                    "heartbeat_timeout_in_ms=...)`, or "
+                    "`tf.distribute.experimental.CommunicationOptions(timeout_seconds=...)` to the strategy."
                 )
             if num_replicas not in (None, strategy.num_replicas_in_sync):
                 raise ValueError(
@@ -146,8 +147,8 @@ def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
         missing = [f"worker {number} ({addresses[number]})" for number in sorted(named) if number < len(addresses)]
         who = ", ".join(missing) or f"worker 0 ({addresses[0]}), which monitors all workers,"
         raise RuntimeError(
-            "All workers must take part in each step, and one of them is gone or stuck. Received: no answer from "
-            f"{who} on worker {me} ({addresses[me]}). Read that worker's output for the cause. Restart the job: "
+            "All workers must take part in each step, but at least one worker is gone or stuck. Received: no answer "
+            f"from {who} on worker {me} ({addresses[me]}). Read that worker's output for the cause. Restart the job: "
             "`keras_shardopt.callbacks.BackupAndRestore` resumes from the last backup. TensorFlow's error is: "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -196,12 +197,12 @@ def _reduce_except_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **k
     if caller_module() == _KERAS_TRAINER:
         raise ValueError(
             "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
-            "`MultiWorkerMirroredStrategy`, because it does not support Keras' reductions of batches and metrics "
-            f"(keras issue 20585). Received: an unprepared model, on {strategy.num_replicas_in_sync} replicas "
-            f"in {num_workers(strategy)} processes. Compile the model with a `CrossShard` inside "
-            "`keras_shardopt.data_parallel()`, or call `keras_shardopt.prepare(model)` after `compile`. A `CrossShard` "
-            "with `group_assignment` needs a custom training loop here: `strategy.run(step)`, where `step` calls "
-            "`optimizer.apply`."
+            "`MultiWorkerMirroredStrategy`, because this strategy does not support Keras' reductions of batches and "
+            "metrics (Keras issue 20585). Received: a model that was not passed to `keras_shardopt.prepare`, on "
+            f"{strategy.num_replicas_in_sync} replicas in {num_workers(strategy)} processes. Compile the model with a "
+            "`CrossShard` inside `keras_shardopt.data_parallel()`, or call `keras_shardopt.prepare(model)` after "
+            "`compile`. A `CrossShard` with `group_assignment` needs a custom training loop here: "
+            "`strategy.run(step)`, where `step` calls `optimizer.apply`."
         )
     return type(strategy).reduce(strategy, *args, **kwargs)
 
@@ -239,9 +240,10 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
     """Restrict a copy of the program to its share of the GPUs. Return the copy's `TF_CONFIG`."""
     if len(task.hosts) < task.size:
         raise RuntimeError(
-            f"On TensorFlow each process needs the addresses of all others, which `{task.command}` does not name here. "
-            f"Received: {task.size} processes, {task.local_size} of them on this machine. Use `srun` with "
-            "`--distribution=block`, set TF_CONFIG, or start `python -m keras_shardopt.launch` on each machine."
+            f"On TensorFlow each process needs the addresses of all other processes, but `{task.command}` does not "
+            f"provide the addresses here. Received: {task.size} processes, of which {task.local_size} run on this "
+            "machine. Use `srun` with `--distribution=block`, set TF_CONFIG, or start `python -m "
+            "keras_shardopt.launch` on each machine."
         )
     jobs.own_gpus(task)
     workers = [f"{host}:{task.port + rank}" for rank, host in enumerate(task.hosts)]
@@ -259,14 +261,15 @@ def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | No
     ((made_with, strategy),) = _strategy_of_workers.items()
     if timeout not in (None, made_with):
         raise ValueError(
-            "`timeout` must be set in the first `data_parallel()` of a program, which connects the workers. "
-            f"Received: timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Set it there."
+            "`timeout` must be set in the first `data_parallel()` of a program, which connects the workers. Received: "
+            f"timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Pass `timeout` to the "
+            "first `data_parallel()`."
         )
     if num_replicas not in (None, strategy.num_replicas_in_sync):
         raise ValueError(
-            "`num_replicas` must be the number of devices of all workers in `TF_CONFIG`. "
-            f"Received: num_replicas={num_replicas}, for {num_workers(strategy)} workers with "
-            f"{strategy.num_replicas_in_sync} devices in all. Omit it."
+            "`num_replicas` must be the number of devices of all workers in `TF_CONFIG`. Received: "
+            f"num_replicas={num_replicas}, for {num_workers(strategy)} workers with {strategy.num_replicas_in_sync} "
+            "devices in all. Omit `num_replicas`."
         )
     return strategy
 

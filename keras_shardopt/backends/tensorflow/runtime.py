@@ -107,9 +107,9 @@ class TensorFlowRuntime(Runtime):
         context = tf.distribute.get_replica_context()
         if context is None:
             raise ValueError(
-                "Under a strategy with several replicas an optimizer must be applied on each of them. "
-                f"Received: a call outside `strategy.run`, with {strategy.num_replicas_in_sync} replicas. "
-                "Use `strategy.run(step)`, where `step` computes and applies the gradients."
+                "Under a strategy with several replicas an optimizer must be applied on each replica. Received: a call "
+                f"outside `strategy.run`, with {strategy.num_replicas_in_sync} replicas. Use `strategy.run(step)`, "
+                "where `step` computes and applies the gradients."
             )
         return ReplicaContext(strategy, context)
 

@@ -112,7 +112,7 @@ class Buckets:
         failure = next((bucket.failure for bucket in self._buckets if bucket.failure), "")
         if failure:
             raise RuntimeError(
-                "Each rank must send its gradients in each step. Received: an earlier step, in which "
+                "Training cannot continue, because the gradients of an earlier step were not sent to all ranks: "
                 f"{failure}. Restart the job."
             )
         if self._num_sent % len(self._buckets):
@@ -292,9 +292,9 @@ class Buckets:
             finished = self._reduced_at_the_end(own, counts and weight != 0, trained, weight)
         elif any(grad is not self._returned[i] for i, grad in zip(places, grads)):
             raise ValueError(
-                "This step reduced the gradients during its backward pass, so it must apply those. Received: "
-                "gradients that are not `.grad` of the weights. Use `torch=TorchSpeed(overlap=False)`, or change "
-                "gradients in a stage."
+                "This step reduced the gradients during its backward pass, so `apply` must receive the `.grad` tensors "
+                "of the weights. Received: other tensors as gradients. Use `torch=TorchSpeed(overlap=False)`, or "
+                "change gradients in a `keras_shardopt.Stage`."
             )
         self._num_taken += 1
         if self.found_inf is not None and self.found_inf[2] >= 0:
@@ -395,22 +395,22 @@ class Buckets:
         num_late, num_odd, num_even, *lost = received.more
         if any(number > 0 for number in lost):
             raise ValueError(
-                "With `shard_state=True`, gradients are freed once they are sent, so training cannot continue after a "
-                "failed backward pass. Received: such an error on some rank. Use `torch=TorchSpeed(overlap=False)` to "
-                "continue after errors."
+                "With `shard_state=True`, the memory of sent gradients is freed, so training cannot continue after a "
+                "failed backward pass. Received: a failed backward pass on at least one rank. Use "
+                "`torch=TorchSpeed(overlap=False)` to continue after errors."
             )
         if num_odd > 0 and num_even > 0:
             raise ValueError(
                 "All ranks must make the same updates, in the same order. Received: gradients of different updates on "
-                "different ranks. Do not skip an update on some ranks only. If the program catches an exception of an "
-                "update, it must do so on all ranks."
+                "different ranks. Do not skip an update on some ranks only. A program that catches an exception of an "
+                "update must catch it on all ranks."
             )
         # On a GPU, ranks without late gradients do not read the flags, so they would not send their gradients again.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
-                "On a GPU, sent gradients must not change on some ranks only. Received: a later gradient or change, "
-                f"or a failed backward pass, on {round(num_late)} of {self._num_ranks} ranks. Use "
-                "`torch=TorchSpeed(overlap=False)`."
+                "On a GPU, gradients must not change after they were sent, unless they change on all ranks. Received: "
+                f"a changed gradient, a second gradient of a weight, or a failed backward pass, on {round(num_late)} "
+                f"of {self._num_ranks} ranks. Use `torch=TorchSpeed(overlap=False)`."
             )
         return bool(num_late > 0)
 

@@ -49,8 +49,8 @@ class TorchPlacement(Placement):
         counts = [len(row) for row in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"All replicas must have the same variables. Received: by rank, {counts} variables. "
-                "Build the same model and optimizer on every rank."
+                f"All replicas must have the same variables. Received: {counts} variables, by rank. Build the same "
+                "model and optimizer on every rank."
             )
         return np.stack(gathered)
 
@@ -72,7 +72,7 @@ placement = TorchPlacement()
 
 
 def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
-    kept = "Every rank must hold whole weights for a `CrossShard`, because it averages their gradients."
+    kept = "`CrossShard` averages the gradients of whole weights, so every rank must hold whole weights."
     if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
         raise ValueError(
             f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, with gradients reduced by Keras. Train "

@@ -133,8 +133,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     except RuntimeError as error:
         raise RuntimeError(
             f"All {size} ranks must be started before training{_time_limit(timeout)}. Received on rank {rank}: "
-            f"{_first_line(error)}. Start all of them, with the same MASTER_ADDR and MASTER_PORT. "
-            "If some need longer, use `data_parallel(timeout=...)`."
+            f"{_first_line(error)}. Start all ranks with the same MASTER_ADDR and MASTER_PORT. If some ranks need "
+            "longer, use `data_parallel(timeout=...)`."
         ) from error
 
 
@@ -449,7 +449,7 @@ class naming_missing_ranks:
 
 
 def _explained(error: RuntimeError, waited: float, call: str) -> str:
-    rule = "All ranks must take part in each step, and one of them is gone or stuck."
+    rule = "All ranks must take part in each step, but at least one rank is gone or stuck."
     cause = f"The exchange failed with: {_first_line(error)}."
     remedy = (
         "Read that rank's output for the cause. If a rank needs longer, use `data_parallel(timeout=...)`. Restart the "
@@ -465,7 +465,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     calls, received = _answers(group, seconds, call, words)
     before = "".join(f" Before that: {word}" for word in words)
     if len(set(calls.values())) > 1:
-        longer = "If a rank only needs longer, use `data_parallel(timeout=...)`."
+        longer = "If a rank only needs more time, use `data_parallel(timeout=...)`."
         return f"{different_calls_message(calls, 'rank', _time_limit(group.timeout))} {longer} {cause}{before}"
     received = f"{received}, checked by rank {group.rank} of {group.size}{_time_limit(group.timeout)}"
     return f"{rule} Received: {received}. {cause}{before} {remedy}"

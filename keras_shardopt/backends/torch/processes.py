@@ -78,9 +78,10 @@ class TorchProcesses(Processes):
         running = dist.is_available() and dist.is_initialized()
         if running and timeout is not None:
             raise ValueError(
-                "`timeout` must be set when the process group is opened. "
-                f"Received: timeout={timeout.total_seconds():g} s, and a group that is already open. "
-                "Use `torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel` open the group."
+                "`timeout` must be set when the process group is opened. Received: "
+                f"timeout={timeout.total_seconds():g} s, after the program had already opened the process group. Use "
+                "`torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel()` open the process "
+                "group."
             )
         device = None
         if torch.cuda.is_available():

@@ -144,7 +144,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
             if folder == folders[-1]:
                 raise
             if process[1] == 0:
-                warn(f"A damaged checkpoint is left out: {error} The previous checkpoint is used instead.")
+                warn(f"A damaged checkpoint is skipped: {error} The previous checkpoint is used instead.")
             continue
         assert checkpoint is not None
         restore(model, checkpoint, process)

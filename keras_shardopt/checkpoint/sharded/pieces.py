@@ -170,7 +170,7 @@ def _hash_of_json(value: Any) -> str:
 def _check_covered(path: str, entry: dict[str, Any]) -> None:
     shape = entry["shape"]
     if shape is None:
-        raise ValueError(f"No process knows the shape of `{path}`.")
+        raise ValueError(f"The shape of the array `{path}` is unknown on all processes.")
     item = _dtype(entry["dtype"]).itemsize
     boxes = [(start, _shape_of(entry, stored, item)) for _, _, start, stored, _ in entry["pieces"]]
     num_elements = sum(math.prod(size) for _, size in boxes)

@@ -79,16 +79,17 @@ class Save:
         if is_inside_window(self._model):
             warn(
                 "A checkpoint does not store gradients that are accumulated for the next update, so training restored "
-                f"from it will differ. Received: a checkpoint after {step} updates and some micro-batches. Save right "
-                "after an update, which comes after every `gradient_accumulation_steps` batches."
+                f"from this checkpoint will differ. Received: a checkpoint after {step} updates and some "
+                "micro-batches. Save right after an update: updates come every `gradient_accumulation_steps` batches."
             )
         self.folder: str = os.path.join(directory, from_rank_0(lambda: _new_folder(directory, step)))
         try:
             with raising_together():
                 if not _is_visible(self.folder):
                     raise OSError(
-                        f"All processes must have access to the same directory. Received: {directory!r}, in which "
-                        f"process {self._process[1]} does not find {os.path.basename(self.folder)!r} of process 0."
+                        f"All processes must have access to the same directory. Received: {directory!r}, but process "
+                        f"{self._process[1]} cannot find the folder {os.path.basename(self.folder)!r} that process 0 "
+                        "created there."
                     )
             with raising_together():
                 before_reading(self._model)

@@ -218,11 +218,12 @@ def _unbuilt(model: Any, manifest: dict[str, Any]) -> str:
     for optimizer, own in zip(optimizers_of(model), manifest["built_on"]):
         if optimizer.built and own is None and manifest["step"] == 0:
             return (
-                f" The checkpoint's {kind_of(optimizer)} was not built, so it has no state for the model's built one. "
-                "Load the checkpoint before the optimizer is built, or save it after the first update."
+                f" The {kind_of(optimizer)} was saved before it was built, so the checkpoint holds no optimizer state. "
+                "Load the checkpoint before the model's optimizer is built, or save a checkpoint after the first "
+                "update."
             )
         if not optimizer.built and own is None and manifest["step"] > 0:
-            return f" The model's {kind_of(optimizer)} is not built. Call its `build` first."
+            return f" The model's {kind_of(optimizer)} is not built. Call `build` of this optimizer first."
     return ""
 
 

@@ -162,7 +162,7 @@ def optimize_loss(
             f"Received: iter_size={iter_size!r}. Remove `skip_update_ph`."
         )
     checked_log_dir(log_dir)
-    every = check.integer("every", every, fix="In updates.")
+    every = check.integer("every", every, fix="Pass a number of updates.")
     is_off = (log_dir is None and summaries is None) or (summaries is not None and not len(summaries))
     recorder_arguments = None if is_off else (log_dir, summaries, every)
     variables = _trained(var_list, model)
@@ -238,9 +238,9 @@ class TrainingStep:
     def _window(self, skip_update: bool | None) -> bool:
         """Return True if this call makes an update, and False if it only accumulates gradients."""
         if (skip_update is not None) != self._caller_decides:
-            needed = "must be given with each call" if self._caller_decides else "is counted by the step itself"
+            needed = "must be passed to each call" if self._caller_decides else "must not be passed"
             raise ValueError(
-                f"`skip_update` {needed}, as `skip_update_ph` was {True if self._caller_decides else None}. "
+                f"`skip_update` {needed}, because `skip_update_ph` was {True if self._caller_decides else None}. "
                 f"Received: skip_update={skip_update!r}"
             )
         if skip_update is not None:
@@ -344,8 +344,8 @@ def _trained(var_list: Sequence[Variable] | None, model: Any) -> list[Variable]:
         )
     if model is not None and not getattr(model, "built", False):
         raise ValueError(
-            "`model` must be a built `keras.Model`. "
-            f"Received: model={model!r}. Start it with a `keras.Input`, or call it once on a batch."
+            f"`model` must be a built `keras.Model`. Received: model={model!r}. Start the model with a `keras.Input`, "
+            "or call the model once on a batch."
         )
     variables = check.sequence("var_list", model.trainable_variables if var_list is None else var_list, at_least=0)
     if not all(hasattr(variable, "assign") for variable in variables):
@@ -353,7 +353,7 @@ def _trained(var_list: Sequence[Variable] | None, model: Any) -> list[Variable]:
     frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
     if frozen or not variables:
         raise ValueError(
-            f"`{'model' if var_list is None else 'var_list'}` must have variables to train. "
-            f"Received: {frozen or variables}{', which are not trainable' if frozen else ''}."
+            f"`{'model' if var_list is None else 'var_list'}` must contain trainable variables. Received: "
+            f"{frozen or variables}{', which are not trainable' if frozen else ''}."
         )
     return variables

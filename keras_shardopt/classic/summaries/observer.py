@@ -90,8 +90,8 @@ class Observer:
         found = cross_shards(self._optimizer)
         if not found:
             raise ValueError(
-                f'`summaries=["{name}"]` requires a `CrossShard`, because it measures the gradients of each replica. '
-                f"Received: {self._optimizer!r}. Use `CrossShard({self._optimizer!r})`."
+                f'`summaries=["{name}"]` requires a `CrossShard`, because this summary measures the gradients of each '
+                f"replica. Received: {self._optimizer!r}. Use `CrossShard({self._optimizer!r})`."
             )
         window = found[0].accumulation
 

@@ -51,7 +51,7 @@ def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
     ]
     unknown = [name for name in names if name not in SUMMARIES]
     if unknown:
-        raise ValueError(f"`summaries` may contain {SUMMARIES}. Received: {unknown} among them.")
+        raise ValueError(f"`summaries` may contain only {SUMMARIES}. Received: the unknown names {unknown}.")
     return tuple(name for name in SUMMARIES if name in names)
 
 

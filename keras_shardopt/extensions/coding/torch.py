@@ -119,7 +119,7 @@ class CodedBucket:
                 self.flags.copy_(total)
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            self.failure = f"encoding them failed on this rank, and other ranks wait for them ({words})"
+            self.failure = f"`compression` failed on this rank, and the other ranks still wait ({words})"
             raise
 
     def local_nonfinite(self) -> list[int]:

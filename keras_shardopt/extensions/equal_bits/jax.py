@@ -64,8 +64,8 @@ def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
     if model.run_eagerly or not model.jit_compile:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
         raise ValueError(
-            "`VirtualReplicas` needs steps that JAX compiles as a whole. "
-            f"Received: {received}, VirtualReplicas({num_parts}). Remove one of them."
+            f"`VirtualReplicas` needs steps that JAX compiles as a whole. Received: {received}, "
+            f"VirtualReplicas({num_parts}). Remove one of the two."
         )
     options = {"xla_disable_hlo_passes": _passes_left_out()}
     with making_steps(lambda jit: functools.partial(jit, compiler_options=options)):

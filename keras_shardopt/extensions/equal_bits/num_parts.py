@@ -31,14 +31,14 @@ def num_parts_of(model: Any) -> int:
     nums_parts = [number for reducer in reducers for number in _nums_parts(reducer)]
     if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
         raise ValueError(
-            "`VirtualReplicas` supports one optimizer per model. With several, the parts of a batch would depend on "
-            "each other's updates. "
-            f"Received: {len(optimizers_in_step(model))} optimizers. Remove `VirtualReplicas`."
+            "`VirtualReplicas` supports one optimizer per model. With several optimizers, the parts of a batch would "
+            f"depend on each other's updates. Received: {len(optimizers_in_step(model))} optimizers. Remove "
+            "`VirtualReplicas`."
         )
     if synchronized_statistics(model):
         raise ValueError(
             "`VirtualReplicas` computes the parts of a batch one after another, but a synchronized "
-            "`BatchNormalization` needs all parts at once. Received: both. Remove `synchronized=True` or "
+            "`BatchNormalization` needs all parts at once. Received: both features. Remove `synchronized=True` or "
             "`VirtualReplicas`."
         )
     stateful = stateful_layers(model)

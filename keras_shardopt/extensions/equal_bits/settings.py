@@ -43,7 +43,7 @@ class VirtualReplicas(Extension):
     old_arguments: ClassVar[Mapping[str, Any]] = {"virtual_replicas": None}
 
     def __init__(self, number: int) -> None:
-        self.number = check.integer("number", number, fix="It is the number of parts of each batch.")
+        self.number = check.integer("number", number, fix="Pass the number of parts of each batch.")
         if self.number & (self.number - 1):
             raise ValueError(
                 "`number` must be a power of two, because the parts are summed in a binary tree. "
@@ -75,8 +75,8 @@ class VirtualReplicas(Extension):
                 value = local_stages if name == "stages" else getattr(options, name)
                 why = "" if name != "gradient_accumulation_steps" else " with `replica_clipnorm` or a transform"
                 raise ValueError(
-                    f"`VirtualReplicas` sums gradients in its own order, and does not support `{name}`{why}. "
-                    f"Received: {self!r} and {name}={value!r}. Remove one of them."
+                    f"`VirtualReplicas` sums gradients in its own order, and does not support `{name}`{why}. Received: "
+                    f"{self!r} and {name}={value!r}. Remove one of the two."
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
@@ -85,8 +85,8 @@ class VirtualReplicas(Extension):
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):
                     raise ValueError(
-                        "With `shard_state`, a norm over all gradients is summed slice by slice, so its rounding "
-                        "depends on the number of replicas. `VirtualReplicas` must prevent this. Received: "
-                        f"{inside!r}, with {self!r}, shard_state=True. Remove one of the three."
+                        "`VirtualReplicas` does not support a norm over all gradients with `shard_state=True`, because "
+                        f"its rounding depends on the number of replicas. Received: {inside!r}, with {self!r} and "
+                        "shard_state=True. Remove one of the three."
                     )
         return [SumOfParts(self.number, context)]

@@ -46,11 +46,10 @@ _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.commun
 class _NoExchange:
     def _raise_not_counted(self) -> NoReturn:
         raise NotCountedError(
-            "`VirtualReplicas` computes the parts of a batch one after another, so a part cannot use values of other "
-            "parts. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
-            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a custom loss. '
-            "Use the built-in `train_step`, sample weights instead of the mask, a Keras loss or "
-            '`reduction="sum"`, or remove `VirtualReplicas`.'
+            "`VirtualReplicas` computes the parts of a batch one after another, so a layer or loss cannot use values "
+            "of other parts. Received: a synchronized `BatchNormalization`; or, in a custom `train_step`, a custom "
+            'loss, or a loss with a mask or `reduction="mean_with_sample_weight"`. Use the built-in `train_step`, '
+            'sample weights instead of the mask, a Keras loss or `reduction="sum"`, or remove `VirtualReplicas`.'
         )
 
 
@@ -228,25 +227,24 @@ class SumOfParts(ExtensionStage):
         parts_of_each(self.num_parts, comm.num_replicas)
         if part is None or part.num_replicas != self.num_parts or step.is_reduced:
             raise ValueError(
-                "`VirtualReplicas` needs `fit` or `train_on_batch` of a prepared model, because these divide batches "
-                f"into parts. Received: {self._optimizer!r} in another step. Compile the model inside "
-                "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`. In a "
-                "custom training loop, remove `VirtualReplicas`."
+                "`VirtualReplicas` needs `fit` or `train_on_batch` of a model passed to `keras_shardopt.prepare`, "
+                f"because these methods divide batches into parts. Received: {self._optimizer!r} in another step. Call "
+                "`keras_shardopt.prepare(model)` after `compile`. In a custom training loop, remove `VirtualReplicas`."
             )
         if part.is_first:
             self._next = int(part.replica_id)
         if self._next != int(part.replica_id):
             raise ValueError(
-                "`VirtualReplicas` needs a `train_step` that updates once, as Keras' does. "
-                f"Received: several updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
+                "`VirtualReplicas` needs a `train_step` that updates once, as the built-in one does. Received: several "
+                f"updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
         self._next += 1
         # With one replica, `comm` would treat the gradients of a part as already reduced. `part` treats them as local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
-                "`VirtualReplicas` needs each replica's gradients before the reduction. Received: global gradients. "
-                "Remove `DistributedDataParallel`."
+                "`VirtualReplicas` needs each replica's own gradients. Received: gradients that are already averaged "
+                "over the replicas. Remove `DistributedDataParallel`."
             )
         self.add(step, part)
         if part.is_last:
@@ -293,8 +291,8 @@ class SumOfParts(ExtensionStage):
 def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
     if grad is not None and overwrites_variable(variable):
         raise ValueError(
-            "`VirtualReplicas` does not support float8, because it sums gradients. Received: the next value of "
-            f"`{variable.path}` instead of a gradient. Remove `VirtualReplicas`."
+            "`VirtualReplicas` does not support float8, because values of float8 variables cannot be summed as "
+            f"gradients. Received: the float8 variable `{variable.path}`. Remove `VirtualReplicas`."
         )
     return None if grad is None else dense(grad, variable)
 

@@ -76,7 +76,9 @@ class LocalSGD(Extension):
     ) -> None:
         fix = "Pass a number of updates, or a function of the number of updates so far."
         self.every = every if callable(every) else check.integer("every", every, fix=fix)
-        self.fragments = check.integer("fragments", fragments, fix="Remove it to average all weights together.")
+        self.fragments = check.integer(
+            "fragments", fragments, fix="Remove `fragments` to average all weights together."
+        )
         if warmup is not None:
             check.integer("warmup", warmup, at_least=0, fix="Pass a number of updates.")
         self.warmup = warmup
@@ -123,7 +125,7 @@ class LocalSGD(Extension):
             if is_given:
                 raise ValueError(
                     "`LocalSGD` updates all weights with each replica's own gradients, and averages them over all "
-                    f"replicas. Received: `LocalSGD` with {name}. Remove one of them."
+                    f"replicas. Received: `LocalSGD` with {name}. Remove one of the two."
                     + (' Use `on_nonfinite="skip"`.' if "nonfinite" in name else "")
                 )
 

@@ -118,8 +118,9 @@ class LocalUpdates(ExtensionStage):
             )
         if any(map(overwrites_variable, variables)):
             raise ValueError(
-                "`LocalSGD` does not support float8, because scales cannot be averaged. Received: "
-                f"{next(v.path for v in variables if overwrites_variable(v))}. Remove `LocalSGD`."
+                "`LocalSGD` does not support float8, because the scales of float8 variables cannot be averaged. "
+                f"Received: the variable {next(v.path for v in variables if overwrites_variable(v))}. Remove "
+                "`LocalSGD`."
             )
         if processes.process()[0] > 1 and not replicas_are_processes():
             raise ValueError(
@@ -341,8 +342,8 @@ class LocalUpdates(ExtensionStage):
         if squares * comm.num_replicas != total**2:  # equal only if all counts are equal (Cauchy-Schwarz)
             raise ValueError(
                 "All replicas must make the same number of updates, because sync steps average their weights. "
-                f"Received: {count} on replica {comm.replica_id}, and a different number on another replica. "
-                "Give each replica the same number of batches, or train with `fit` of a prepared model."
+                f"Received: {count} on replica {comm.replica_id}, and a different number on another replica. Give each "
+                "replica the same number of batches, or call `keras_shardopt.prepare(model)` and `fit`."
             )
 
     def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
@@ -510,8 +511,8 @@ class LocalUpdates(ExtensionStage):
             self._num_reported.assign(skipped)
             warn(
                 "The mean weights of a sync step were NaN or infinite, so all replicas returned to the weights of the "
-                f"sync step before. Received: {skipped - reported} such sync steps. Lower the learning rate, clip "
-                'gradients, or use `on_nonfinite="skip"`.',
+                f"previous sync step. Received: {skipped - reported} such sync steps, in which replicas average their "
+                'weights. Lower the learning rate, clip gradients, or use `on_nonfinite="skip"`.',
             )
 
     def reset(self) -> None:

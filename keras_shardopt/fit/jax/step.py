@@ -89,9 +89,9 @@ class TrainStep:
             return real(state, data)
         if not has_built_in_step(model):
             raise ValueError(
-                "A custom `train_step` cannot be split to give the optimizer per-replica gradients. Received: "
-                f"{type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
-                "`optimizer.stateless_apply` inside a `jax.shard_map`."
+                "This optimizer needs the gradients of each replica, but JAX cannot divide a custom `train_step` among "
+                f"replicas. Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in "
+                "`train_step`, or call `optimizer.stateless_apply` inside a `jax.shard_map`."
             )
         if reducers[0].accumulation is not None and not stacks and not self.is_reduced:
             raise ValueError(

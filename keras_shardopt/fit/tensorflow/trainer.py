@@ -275,7 +275,7 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(
-            "A batch must have a row for each replica if TensorFlow cannot run a layer on zero rows, for example "
-            f"convolutions and spatial means. Received: a batch with fewer than {num_replicas} rows, perhaps the "
-            "last batch. Use another `batch_size`, or leave the last rows out."
+            "A batch must have a row for each replica if a layer cannot run on zero rows, such as a convolution on "
+            f"TensorFlow. Received: a batch with fewer than {num_replicas} rows, perhaps the last batch. Use another "
+            "`batch_size`, or leave the last rows out."
         ) from error

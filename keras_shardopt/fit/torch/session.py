@@ -137,9 +137,9 @@ class Session:
         refuse_groups(reducers)
         if not reducers:
             raise ValueError(
-                "A prepared model must be trained with a `CrossShard` to average the gradients of the ranks. "
-                f"Received: optimizer={self.model.optimizer!r}. "
-                "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
+                "A model passed to `keras_shardopt.prepare` must be trained with a `CrossShard`, to average the "
+                f"gradients of the ranks. Received: optimizer={self.model.optimizer!r}. Use "
+                "`model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
     @torch.compiler.disable
@@ -213,9 +213,9 @@ class Session:
         for optimizer, updates in unused:
             if int(optimizer.iterations) != updates:
                 raise ValueError(
-                    "Every optimizer that trains a prepared model must be a `CrossShard` to average the gradients of "
-                    f"the ranks. Received: an update by {type(optimizer).__name__}. "
-                    f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
+                    "Every optimizer of a model passed to `keras_shardopt.prepare` must be a `CrossShard`, to average "
+                    f"the gradients of the ranks. Received: an update by {type(optimizer).__name__}. Use "
+                    f"`keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
@@ -402,9 +402,10 @@ class Session:
         messages = self.exchange(Phase.PREDICTED, int(all(factors)), zlib.crc32(repr(kinds).encode()))
         if any(each != [1, messages[0][1]] for each in messages):
             raise ValueError(
-                "The outputs of `predict_step` must have as many rows as the batch, so ranks can gather them. "
-                f"Received: a batch of {num_run} rows, and outputs of shapes {[tuple(t.shape) for t in tensors]}. "
-                "Use `keras_shardopt.prepare(model, gather=False)`; each rank then predicts its rows alone."
+                "The outputs of `predict_step` must have as many rows as the batch, so that ranks can gather the "
+                f"outputs. Received: a batch of {num_run} rows, and outputs of shapes "
+                f"{[tuple(t.shape) for t in tensors]}. Use `keras_shardopt.prepare(model, gather=False)`. Each rank "
+                "then predicts its rows alone."
             )
         # Send all tensors as bytes, because dtypes can differ. Pad each to the row count of the rank with most rows.
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
@@ -441,9 +442,9 @@ class Session:
         nums = [num for num, _ in messages]
         if len(set(nums)) > 1:
             raise ValueError(
-                "All ranks must process the same number of batches in an epoch. "
-                f"Received, by rank: {nums} since the last comparison. Decisions to stop training or evaluation "
-                "must depend on the logs, because these are equal on all ranks."
+                f"All ranks must process the same number of batches in an epoch. Received: {nums} batches, by rank, "
+                "since the last comparison. Decisions to stop training or evaluation must depend on the logs, because "
+                "these are equal on all ranks."
             )
         check_batches(
             [(num, mark) for num, mark in messages], self._step, self._step + 1 - self._unreported.num_batches

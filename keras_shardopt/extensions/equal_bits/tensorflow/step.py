@@ -92,7 +92,7 @@ class PartsStep(TrainStep):
         if model.run_eagerly:
             raise ValueError(
                 "`VirtualReplicas` needs steps that TensorFlow compiles to graphs, because eager operations round "
-                f"differently. Received: run_eagerly=True, VirtualReplicas({num_parts}). Remove one of them."
+                f"differently. Received: run_eagerly=True, VirtualReplicas({num_parts}). Remove one of the two."
             )
         parts_of_each(num_parts, strategy.num_replicas_in_sync)
         install("randomness")
@@ -302,8 +302,8 @@ class _Work:
         if others:
             raise ValueError(
                 "With `VirtualReplicas`, a step may change only metrics and non-trainable variables of layers. "
-                f"Received: a change of {', '.join(others)}. Make it a layer's weight with `trainable=False`. For "
-                "random numbers without a seed, give the layer a `keras.random.SeedGenerator`. "
+                f"Received: a change of {', '.join(others)}. Make each of these variables a weight of a layer, with "
+                "`trainable=False`. For random numbers without a seed, give the layer a `keras.random.SeedGenerator`. "
                 "Or remove `VirtualReplicas`."
             )
 
