@@ -33,9 +33,7 @@ from keras_shardopt.backends.models import Trainer
 Table = Mapping[str, Mapping[str, tuple[str, str]]]
 
 _TRAIN_APART = "ranks of PyTorch must not train separate models; needed until Keras trains one model on all ranks"
-_SYNCHRONIZED = (
-    "adds `synchronized=True`; needed until Keras supports this argument on all backends, for uneven batches"
-)
+_SYNCHRONIZED = "adds `synchronized=True`; needed until Keras has it on all backends, for uneven batches"
 _SAVES = ("fit.callbacks:saving_complete_files()", "saves complete files; needed until Keras calls the model's methods")
 
 PATCHES: Table = {

@@ -138,9 +138,8 @@ class ReceivedFlags:
         ]
         advice = "" if self.all_read else " The other replicas continue, because they cannot detect this error."
         raise ValueError(
-            "All replicas must train the same variables. "
-            f"Received: {'; '.join(received)}. "
-            f"Freeze and unfreeze layers on all replicas, before the same batch.{advice}"
+            f"All replicas must train the same variables. Received: {'; '.join(received)}. Freeze and unfreeze layers "
+            f"on all replicas, before the same batch.{advice}"
         )
 
 

@@ -123,9 +123,8 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
     common = sorted(one.keys() & two.keys())
     if not common:
         raise ValueError(
-            "`a` and `b` must contain at least one update with the same number. Received: no common number among "
-            f"{len(one)} updates in {str(a)!r} and {len(two)} updates in {str(b)!r}. Use the same `every` in both "
-            "`Fingerprints`."
+            f"`a` and `b` must contain at least one update with the same number. Received: none among {len(one)} "
+            f"updates in {str(a)!r} and {len(two)} updates in {str(b)!r}. Use the same `every` in both runs."
         )
     for update in common:
         for name, left, right in zip(names, one[update], two[update]):

@@ -23,9 +23,7 @@ PROBES = ("forward pass", "message")
 HIDDEN = ("step", "updating")
 """The phases that Python cannot measure if the step is compiled or runs on a device."""
 
-_MACHINE = (
-    "Look on the slow rank's machine for other programs, fewer cores or threads, swapping, or a throttled device."
-)
+_MACHINE = "Check the slow rank's machine for other programs, fewer cores or threads, swapping, or throttling."
 _FIXES = {
     "input": "Cache or prefetch batches, use more workers, or copy the data to a local disk.",
     "callbacks": "Reduce the work of callbacks in each batch, or use `verbose=2`.",

@@ -129,7 +129,7 @@ class StepReport(keras.callbacks.Callback):
         if self._is_shared and not is_prepared(self._trained):
             raise ValueError(
                 "On several processes, `StepReport` needs a model passed to `keras_shardopt.prepare`, because all "
-                f"processes must make the same number of steps. Received: the model {self._trained!r}. Call "
+                f"processes must make the same number of steps. Received: {self._trained!r}. Call "
                 "`keras_shardopt.prepare(model)` before `fit`."
             )
         self._rank = processes.process()[1] if self._is_shared else 0
@@ -159,8 +159,7 @@ class StepReport(keras.callbacks.Callback):
         """Ends a window after `every` batches."""
         if not self._recorder.is_active():
             raise ValueError(
-                "`fit` accepts only one `StepReport`. Received: a second `StepReport` in `callbacks`. Remove one of "
-                "the two."
+                "`fit` accepts only one `StepReport`. Received: two in `callbacks`. Remove one `StepReport`."
             )
         if self._timed is None or self._trained.train_function is not self._timed:
             self._timed = self._timing(self._trained.train_function)

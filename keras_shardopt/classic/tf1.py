@@ -231,7 +231,7 @@ def _of_class(kind: Any, arguments: dict[str, Any]) -> Any:
     if unknown and kind.__module__.startswith(("keras.", "keras_shardopt.")):
         known -= {"args", "kwargs", "arguments"}
         raise TypeError(
-            f"`optimizer_params` of {kind.__name__} may have only the keys {sorted(known)}. Received: the unknown keys "
+            f"`optimizer_params` of {kind.__name__} may have only the keys {sorted(known)}. Received: the keys "
             f"{unknown}."
         )
     return kind(**arguments)

@@ -365,7 +365,7 @@ def _check_towers(loss_reduction: str, devices: Sequence[str] | None) -> None:
 def _replicating(replication: _Replication) -> Iterator[_Replication]:
     if _replication() is not None:
         raise ValueError(
-            "A replicated step must not run inside another replicated step. Call `replicate` once, around the step."
+            "A replicated step must not run inside a replicated step. Call `replicate` once, around the step."
         )
     _running.replication = replication
     try:

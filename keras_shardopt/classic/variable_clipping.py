@@ -207,9 +207,7 @@ def _matches(expression: str, path: str, paths: Sequence[str]) -> bool:
     try:
         return re.fullmatch(expression, path) is not None
     except re.error as error:
-        raise ValueError(
-            f"{_unknown(expression, paths)} The key is not a valid regular expression: {error}."
-        ) from error
+        raise ValueError(f"{_unknown(expression, paths)} Regular expression error: {error}.") from error
 
 
 def _unknown(key: str, paths: Sequence[str]) -> str:

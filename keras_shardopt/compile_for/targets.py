@@ -120,7 +120,6 @@ def parse(name: str) -> Target:
         return Target(name, device, f"{kind.removeprefix('tpu:')}:{shape}", count)
     if len(sizes) > 1 or (count > 8 and count % 8):
         raise ValueError(
-            f"The number of GPUs must be at most 8, or a multiple of 8: {kind}:4, {kind}:8, {kind}:64. Received: "
-            f"{name!r}."
+            f"The number of GPUs must be at most 8 or a multiple of 8, as in {kind}:64. Received: {name!r}."
         )
     return Target(name, device, f"1x{max(1, count // 8)}x{min(count, 8)}", count)

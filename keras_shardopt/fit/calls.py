@@ -49,17 +49,15 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
                 "All replicas must train `model` together, but with `group_assignment` the groups train separately. "
-                f"Received: {cross_shard!r}. Train the model without `keras_shardopt.prepare`, on equal parts of each "
-                "batch."
+                f"Received: {cross_shard!r}. Train without `keras_shardopt.prepare`, on equal parts of each batch."
             )
 
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
     """Warn, in one message, of all variables that differ between processes when an epoch begins."""
     warn(
-        "All processes must begin an epoch with equal variables, so all processes now use the values of process 0. "
-        f"Received: different values of {check.listed(names, ', ')} on some processes. Assign the same values on every "
-        "process.",
+        "All processes must begin an epoch with equal variables, so all now use the values of process 0. Received: "
+        f"different values of {check.listed(names, ', ')} on some processes. Assign equal values on all processes.",
     )
 
 

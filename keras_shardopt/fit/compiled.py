@@ -206,7 +206,7 @@ def _warn_of_unprepared(model: Any) -> None:
     warn(
         "A model that several processes train together must be passed to `keras_shardopt.prepare`. Otherwise each "
         "process has its own metrics, callbacks can make different decisions, and uneven parts of a batch have equal "
-        f"weight. Received: `fit` of the unprepared `{model.name}`. Compile it inside `with "
-        "keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`. To train anyway, "
-        "use `data_parallel(prepare=False)`.",
+        f"weight. Received: `fit` of `{model.name}` without `prepare`. Call `keras_shardopt.prepare(model)` after "
+        "`compile`, or compile inside `with keras_shardopt.data_parallel():`. To train anyway, use "
+        "`data_parallel(prepare=False)`.",
     )

@@ -140,6 +140,6 @@ def _refuse_later_methods(model: Any) -> None:
     if later:
         raise ValueError(
             f"`{later[0]}` must be set before `keras_shardopt.prepare`, or it replaces the method that trains on all "
-            f"replicas. Received: {later[0]}={vars(model)[later[0]]!r}. Set `{later[0]}` before `compile`, or in a "
+            f"replicas. Received: {later[0]}={vars(model)[later[0]]!r}. Set the method before `compile`, or in a "
             "subclass."
         )

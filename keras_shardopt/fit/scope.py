@@ -98,9 +98,7 @@ class data_parallel:
         auto_shard: bool = True,
     ) -> None:
         if num_replicas is not None:
-            num_replicas = check.integer(
-                "num_replicas", num_replicas, fix="Leave `num_replicas` out to use all devices."
-            )
+            num_replicas = check.integer("num_replicas", num_replicas, fix="Omit `num_replicas` to use all devices.")
         self._requested = num_replicas
         self._timeout = _duration(timeout)
         self._prepare = check.flag("prepare", prepare)

@@ -100,9 +100,7 @@ def _wait(
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:
                 limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
-                output.say(
-                    f"process {job.ranks[failed]} failed; all other processes are ended after {_SECONDS_TO_FAIL:g} s."
-                )
+                output.say(f"process {job.ranks[failed]} failed; the other processes end after {_SECONDS_TO_FAIL:g} s.")
             elif failed is None and None in statuses and (hung := watch.hung()):
                 output.say(f"{hung} The stacks of all processes follow.")
                 for process in processes:

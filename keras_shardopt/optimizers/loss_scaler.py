@@ -297,9 +297,7 @@ def _variable(name: str, start: float, dtype: str) -> Variable:
 def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], faithful: bool) -> dict[str, Any]:
     unknown = sorted(set(params) - set(rules), key=str)
     if unknown:
-        raise ValueError(
-            f"`params` of {algorithm!r} may contain only {list(rules)}. Received: the unknown keys {unknown}."
-        )
+        raise ValueError(f"`params` of {algorithm!r} may contain only {list(rules)}. Received: {unknown}.")
     checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}
     for name, (_, kind, sensible, range_) in rules.items():
         value = checked[name]

@@ -104,9 +104,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raise the ValueError that the replicas of another group have raised before."""
     ranks = _ranks_of(replicas)
     words = "" if ranks is None else ranks.read_failure()
-    raise ValueError(
-        words or "All groups of replicas must train. Another group failed: read the error message of that group."
-    )
+    raise ValueError(words or "Another group of replicas has failed. Read the error of that group.")
 
 
 # Backends on which one group of replicas can fail while another group waits in a collective.

@@ -23,10 +23,9 @@ _GROUPS_ADVICE = (
 )
 _DIVIDED_BEFORE = (
     "Either all losses of an optimizer must be divided by the number of replicas, or none. Received: a step without a "
-    "detected division, after a step with a detected division. The loss is treated as divided, because losses in an "
-    "already traced `tf.function` cannot be detected. If the loss is divided, use `CrossShard(..., "
-    'gradients="prescaled")`. If the loss is the mean over the rows of one replica, use a separate optimizer with '
-    '`gradients="local"`.'
+    "detected division, after a step with a division. The loss is treated as divided, because losses in an already "
+    'traced `tf.function` cannot be detected. If the loss is divided, use `CrossShard(..., gradients="prescaled")`. If '
+    'the loss is the mean over the rows of one replica, use a separate optimizer with `gradients="local"`.'
 )
 
 

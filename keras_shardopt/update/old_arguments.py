@@ -47,8 +47,7 @@ def with_objects(
             raise type(error)(f"{names} must be valid for a `{kind.__name__}`. {error}") from None
         if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
             raise ValueError(
-                f"{names} cannot be combined with a `{kind.__name__}`. Received: both, with {settings!r}. Remove one "
-                "of the two."
+                f"{names} cannot be combined with a `{kind.__name__}`. Received: both, {settings!r}. Remove one."
             )
         if warns:
             line = f"CrossShard(..., {kind.spelling.format(repr(settings))})"

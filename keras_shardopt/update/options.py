@@ -185,8 +185,7 @@ class CrossShardOptions:
 def _option(name: str, doc: str) -> Any:
     def refuse(optimizer: HasOptions, value: Any) -> None:
         raise AttributeError(
-            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Create a new "
-            "optimizer."
+            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Create a new one."
         )
 
     return property(lambda optimizer: getattr(optimizer._options, name), refuse, doc=doc)
@@ -246,9 +245,7 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
     ids = [replica for group in groups for replica in group]
     for replica in ids:
         if not isinstance(replica, (int, float)) and not hasattr(replica, "__index__"):
-            raise ValueError(
-                f"`group_assignment` must contain integer replica ids. {received}, with the entry {replica!r}"
-            )
+            raise ValueError(f"`group_assignment` must contain integer replica ids. {received}, with {replica!r} in it")
     twice = sorted({replica for replica in ids if ids.count(replica) > 1})
     if twice:
         raise ValueError(f"`group_assignment` must contain every replica once. {received}, with {twice} more than once")

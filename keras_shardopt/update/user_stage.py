@@ -168,8 +168,7 @@ class UserStage(Stage):
         if hook == "local" and not _same(after.variables, before.variables):
             fix = "Do not change `variables`. Set the gradient of a variable to None to keep its value."
             raise ValueError(
-                f"{rule} a `Step` with unchanged `variables`. Received: {len(after.variables)} different variables. "
-                f"{fix}"
+                f"{rule} unchanged `variables`. Received: {len(after.variables)} different variables. {fix}"
             )
         if not isinstance(after.grads, (list, tuple)):
             raise TypeError(f"{rule} a list of `grads`. Received: {_shown(after.grads)}. Use a list.")

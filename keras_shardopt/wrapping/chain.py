@@ -136,9 +136,8 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
         return found
     except Exception as error:  # malformed configs fail in many ways
         raise ValueError(
-            f"`{argument}` must be the name or config of a Keras optimizer. "
-            f"Received: {argument}={identifier!r}. "
-            f"Use for example `{caller}('adam')`, or pass the optimizer itself."
+            f"`{argument}` must be the name or config of a Keras optimizer. Received: {argument}={identifier!r}. Use "
+            f"for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
 
 

@@ -175,9 +175,7 @@ class Rollback:
         """Return the result of a stateless `train_step`, with variables restored if the update was skipped."""
         optimizer = model.optimizer
         if not _is_step_of_keras(model, state, result):
-            self._warn(
-                "Received: a `train_step` whose inputs or outputs differ from the four parts of Keras' training state."
-            )
+            self._warn("Received: a `train_step` without the four inputs and outputs of Keras' training state.")
             return result
         if optimizer._collects:
             return result

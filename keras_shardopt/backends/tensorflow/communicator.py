@@ -242,7 +242,7 @@ def _doubts(seen: set[str]) -> list[str]:
         doubts.append(
             'A loss with `reduction="mean_with_sample_weight"` must divide by the weights of all rows. Received: a '
             "model that was not passed to `keras_shardopt.prepare`. Each replica divides by the weights of its own "
-            "rows, so the update differs from training in one process. Call `keras_shardopt.prepare(model)` after "
+            "rows, so the update differs from that of one process. Call `keras_shardopt.prepare(model)` after "
             "`compile`."
         )
     return doubts

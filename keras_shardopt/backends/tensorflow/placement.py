@@ -91,8 +91,7 @@ def _check_trainer(model: Any) -> None:
         raise ValueError(
             "Under a strategy with several replicas, Keras' loop of several steps fails. Received: "
             f"steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
-            "`keras_shardopt.prepare(model)` after `compile`, to run the steps one by one, or omit "
-            "`steps_per_execution`."
+            "`keras_shardopt.prepare(model)` after `compile`, to run single steps, or omit `steps_per_execution`."
         )
 
 

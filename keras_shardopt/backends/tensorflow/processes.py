@@ -63,9 +63,9 @@ class TensorFlowProcesses(Processes):
             strategy = tf.distribute.get_strategy()
             if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:
                 raise ValueError(
-                    "`timeout` cannot be set here for several processes, because the strategy has already connected "
-                    f"the processes. Received: timeout={timeout.total_seconds():g} s. Set the time limit in "
-                    "TensorFlow, before the strategy is created: "
+                    "`timeout` cannot be set here for several processes, because the strategy has connected the "
+                    f"processes. Received: timeout={timeout.total_seconds():g} s. Set the time limit before the "
+                    "strategy is created: "
                     "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
                     "heartbeat_timeout_in_ms=...)`, or "
                     "`tf.distribute.experimental.CommunicationOptions(timeout_seconds=...)` to the strategy."
@@ -240,10 +240,9 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
     """Restrict a copy of the program to its share of the GPUs. Return the copy's `TF_CONFIG`."""
     if len(task.hosts) < task.size:
         raise RuntimeError(
-            f"On TensorFlow each process needs the addresses of all other processes, but `{task.command}` does not "
-            f"provide the addresses here. Received: {task.size} processes, of which {task.local_size} run on this "
-            "machine. Use `srun` with `--distribution=block`, set TF_CONFIG, or start `python -m "
-            "keras_shardopt.launch` on each machine."
+            f"On TensorFlow each process needs the addresses of all other processes, but `{task.command}` does not set "
+            f"these addresses. Received: {task.size} processes, {task.local_size} on this machine. Use `srun` with "
+            "`--distribution=block`, set TF_CONFIG, or start `python -m keras_shardopt.launch` on each machine."
         )
     jobs.own_gpus(task)
     workers = [f"{host}:{task.port + rank}" for rank, host in enumerate(task.hosts)]
@@ -263,7 +262,7 @@ def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | No
         raise ValueError(
             "`timeout` must be set in the first `data_parallel()` of a program, which connects the workers. Received: "
             f"timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Pass `timeout` to the "
-            "first `data_parallel()`."
+            "first scope."
         )
     if num_replicas not in (None, strategy.num_replicas_in_sync):
         raise ValueError(

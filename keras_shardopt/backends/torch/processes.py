@@ -79,9 +79,8 @@ class TorchProcesses(Processes):
         if running and timeout is not None:
             raise ValueError(
                 "`timeout` must be set when the process group is opened. Received: "
-                f"timeout={timeout.total_seconds():g} s, after the program had already opened the process group. Use "
-                "`torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel()` open the process "
-                "group."
+                f"timeout={timeout.total_seconds():g} s, after the program opened the group. Use "
+                "`torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel()` open the group."
             )
         device = None
         if torch.cuda.is_available():

@@ -88,8 +88,7 @@ class Save:
                 if not _is_visible(self.folder):
                     raise OSError(
                         f"All processes must have access to the same directory. Received: {directory!r}, but process "
-                        f"{self._process[1]} cannot find the folder {os.path.basename(self.folder)!r} that process 0 "
-                        "created there."
+                        f"{self._process[1]} cannot find {os.path.basename(self.folder)!r} of process 0 there."
                     )
             with raising_together():
                 before_reading(self._model)

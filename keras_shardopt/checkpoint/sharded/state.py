@@ -219,8 +219,7 @@ def _unbuilt(model: Any, manifest: dict[str, Any]) -> str:
         if optimizer.built and own is None and manifest["step"] == 0:
             return (
                 f" The {kind_of(optimizer)} was saved before it was built, so the checkpoint holds no optimizer state. "
-                "Load the checkpoint before the model's optimizer is built, or save a checkpoint after the first "
-                "update."
+                "Load the checkpoint before the model's optimizer is built, or save after the first update."
             )
         if not optimizer.built and own is None and manifest["step"] > 0:
             return f" The model's {kind_of(optimizer)} is not built. Call `build` of this optimizer first."

@@ -138,9 +138,8 @@ def optimize_loss(
     num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
-            "With several replicas, gradients must be reduced. Otherwise each replica trains its own model. "
-            f"Received: {num_replicas} replicas, with on_horovod={on_horovod!r}. "
-            "Use `optimize_loss(..., on_horovod=True)`."
+            "With several replicas, gradients must be reduced. Otherwise each replica trains its own model. Received: "
+            f"{num_replicas} replicas, with on_horovod={on_horovod!r}. Use `optimize_loss(..., on_horovod=True)`."
         )
     built = build_optimizer(
         optimizer,

@@ -76,9 +76,7 @@ class LocalSGD(Extension):
     ) -> None:
         fix = "Pass a number of updates, or a function of the number of updates so far."
         self.every = every if callable(every) else check.integer("every", every, fix=fix)
-        self.fragments = check.integer(
-            "fragments", fragments, fix="Remove `fragments` to average all weights together."
-        )
+        self.fragments = check.integer("fragments", fragments, fix="Omit `fragments` to average all weights together.")
         if warmup is not None:
             check.integer("warmup", warmup, at_least=0, fix="Pass a number of updates.")
         self.warmup = warmup
@@ -153,9 +151,8 @@ def _checked(outer_optimizer: Any) -> Any:
     wraps = isinstance(outer, (Wrapping, keras.optimizers.LossScaleOptimizer)) or hasattr(outer, "optimizers")
     if wraps or outer.gradient_accumulation_steps or outer.built:
         raise ValueError(
-            "`outer_optimizer` must be a new Keras optimizer without accumulation and without wrappers. "
-            f"Received: outer_optimizer={shown(outer)}. "
-            "Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
+            "`outer_optimizer` must be a new Keras optimizer without accumulation and without wrappers. Received: "
+            f"outer_optimizer={shown(outer)}. Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
         )
     ignored = [name for name in ("use_ema", "loss_scale_factor") if getattr(outer, name)]
     if hasattr(outer, "_exclude_from_weight_decay"):

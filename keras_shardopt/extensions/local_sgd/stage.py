@@ -118,14 +118,12 @@ class LocalUpdates(ExtensionStage):
             )
         if any(map(overwrites_variable, variables)):
             raise ValueError(
-                "`LocalSGD` does not support float8, because the scales of float8 variables cannot be averaged. "
-                f"Received: the variable {next(v.path for v in variables if overwrites_variable(v))}. Remove "
-                "`LocalSGD`."
+                "`LocalSGD` does not support float8, because float8 scales cannot be averaged. Received: the variable "
+                f"{next(v.path for v in variables if overwrites_variable(v))}. Remove `LocalSGD`."
             )
         if processes.process()[0] > 1 and not replicas_are_processes():
             raise ValueError(
-                "`LocalSGD` supports several processes only on PyTorch. "
-                f"Received: {processes.process()[0]} processes. "
+                f"`LocalSGD` supports several processes only on PyTorch. Received: {processes.process()[0]} processes. "
                 "Use the devices of one process, or PyTorch, or remove `LocalSGD`."
             )
         found = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]

@@ -403,9 +403,8 @@ class Session:
         if any(each != [1, messages[0][1]] for each in messages):
             raise ValueError(
                 "The outputs of `predict_step` must have as many rows as the batch, so that ranks can gather the "
-                f"outputs. Received: a batch of {num_run} rows, and outputs of shapes "
-                f"{[tuple(t.shape) for t in tensors]}. Use `keras_shardopt.prepare(model, gather=False)`. Each rank "
-                "then predicts its rows alone."
+                f"outputs. Received: {num_run} rows, and outputs of shapes {[tuple(t.shape) for t in tensors]}. Use "
+                "`keras_shardopt.prepare(model, gather=False)`. Each rank then predicts its rows alone."
             )
         # Send all tensors as bytes, because dtypes can differ. Pad each to the row count of the rank with most rows.
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]

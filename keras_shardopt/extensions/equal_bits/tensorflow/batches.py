@@ -84,8 +84,8 @@ def rows_of(data: Any) -> Rows:
     if not is_divided(data):
         raise ValueError(
             "`VirtualReplicas` needs `fit`, `evaluate`, `train_on_batch` or `test_on_batch` of a model passed to "
-            "`keras_shardopt.prepare`, because these methods divide batches into parts. Received: a direct call of "
-            "`train_step` or `test_step`. Call one of these methods, or remove `VirtualReplicas`."
+            "`keras_shardopt.prepare`, because these methods divide batches into parts. Received: a direct call of a "
+            "step. Remove `VirtualReplicas`."
         )
     ((key, tensors),) = [(key, value) for key, value in data.items() if key != _ALL_ROWS]
     return Rows(restored(_SPECS[key], tensors), data[_ALL_ROWS])
