@@ -124,11 +124,11 @@ class TestPlantedFaults:
             ("error", "Keras", "floatx float32 on process 0; floatx float16 on process 1"),
             ("warning", "environment", "TORCH_DISTRIBUTED_DEBUG=DETAIL slows"),
             ("warning", "environment", "a proxy is set without no_proxy"),
-            ("warning", "threads", r"oversubscribed: 65 threads of 2 processes on \d+ cores"),
+            ("warning", "threads", r"more threads than cores: 65 threads of 2 processes on \d+ cores"),
             ("warning", "memory", r"/dev/shm has only 1 MB.*\(process 1\)"),
             ("warning", "memory", r"can open only 500 files and connections \(process 1\)"),
             ("warning", "clocks", r"clocks differ by 100 s"),
-            ("warning", "directory", r"is not one directory: process 0 / process 1"),
+            ("warning", "directory", r"is a different directory on process 0 / process 1"),
             ("warning", "reproducible", "different numbers of threads, 64 on process 0; 1 on process 1"),
         )
 
@@ -141,8 +141,8 @@ class TestPlantedFaults:
             self.NOT_CONNECTED,
             ("error", "environment", "WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT"),
             ("error", "environment", "TF_CONFIG is for TensorFlow, and Keras uses PyTorch"),
-            ("error", "environment", "WORLD_SIZE and TF_CONFIG describe two jobs"),
-            ("error", "environment", "TF_CONFIG is no valid description"),
+            ("error", "environment", "WORLD_SIZE and TF_CONFIG describe two different jobs"),
+            ("error", "environment", "TF_CONFIG does not describe this worker"),
             ("error", "directory", "Read-only file system"),
         )
 
@@ -167,7 +167,7 @@ class TestPlantedFaults:
         assert_names(
             found,
             self.NOT_CONNECTED,
-            ("error", "addresses", "must serve 192.0.2.1:.*, which is no address of its machine"),
+            ("error", "addresses", "must listen at 192.0.2.1:.*, but its machine has no such address"),
             ("error", "directory", "No such file or directory"),
         )
 
@@ -192,7 +192,7 @@ class TestPlantedFaults:
             reports([job], "--timeout", 3),
             self.NOT_CONNECTED,
             ("error", "environment", "rank 5 of 2 processes"),
-            ("error", "environment", "OMP_NUM_THREADS=many is no number"),
+            ("error", "environment", "OMP_NUM_THREADS=many is not a number"),
             ("error", "addresses", "has no valid port"),
         )
 
@@ -225,7 +225,7 @@ class TestPlantedFaults:
 
     @pytest.mark.backends("tensorflow")
     def test_tf_config_that_is_no_json(self):
-        wanted = "TF_CONFIG is no valid description of a worker"
+        wanted = "TF_CONFIG does not describe this worker"
         assert_names(reports([{"TF_CONFIG": "{"}]), self.NOT_CONNECTED, ("error", "environment", wanted))
 
     @pytest.mark.backends("torch")

@@ -131,7 +131,7 @@ BY_DEFAULT = [
 
 
 @pytest.mark.parametrize(("mesh", "layout", "sizes", "inner", "arguments"), some(CASES, BY_DEFAULT))
-@pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are already averaged")
 def test_training_equals_that_of_keras_on_one_device(mesh, layout, sizes, inner, arguments):
     start, expected = trained_without_package(inner, arguments, sizes)
     model_parallel(mesh, layout)

@@ -228,7 +228,7 @@ SUMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are already averaged")
 @pytest.mark.parametrize(
     "case", some(SUMS, ["divided state", "prepared, clipped", "prepared, compressed, accumulates"])
 )

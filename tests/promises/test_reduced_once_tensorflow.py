@@ -239,7 +239,7 @@ def test_what_cannot_work_inside_is_refused_with_its_name(strategy, argument):
     with strategy.scope():
         model = problem.model()
         optimizer = ks.CrossShard(keras.optimizers.SGD(0.5, use_ema=True, **argument))
-    with pytest.raises(ValueError, match=f"`{next(iter(argument))}` of an inner optimizer"):
+    with pytest.raises(ValueError, match=f"`{next(iter(argument))}` of the optimizer inside `CrossShard`"):
         fit(model, x, y, optimizer=optimizer)
 
 

@@ -320,7 +320,7 @@ def replicated(way, prepared, options, x, y):
 
 
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are already averaged")
 @pytest.mark.parametrize(
     ("way", "prepared", "window", "more"),
     suites.some(REPLICATED, lambda case: case == REPLICATED[-1]),

@@ -284,7 +284,7 @@ def test_replicas_send_gradients_of_all_variables_in_their_dtypes():
         return step.replace(grads=step.grads[:1], variables=step.variables[:1])
 
     weights = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-    with pytest.raises(ValueError, match="`Hands.local` must return the `variables` of `step`"):
+    with pytest.raises(ValueError, match="`Hands.local` must return unchanged `variables`"):
         ks.CrossShard("sgd", stages=[Hands("local", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
     ks.CrossShard("sgd", stages=[Hands("commit", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
     wide = Hands("local", lambda step: step.replace(grads=[ops.cast(g, "float32") for g in step.grads]))
@@ -510,7 +510,9 @@ def test_local_that_assigns_is_refused_where_the_value_would_be_lost():
     with ks.data_parallel(num_replicas=2):
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Counts()]), "mse")
-        with pytest.raises(ValueError, match="`Counts.local` must not assign variables.*count.*assign it in `commit`"):
+        with pytest.raises(
+            ValueError, match="`Counts.local` must not assign variables.*count.*assign the variable in `commit`"
+        ):
             model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
     with ks.data_parallel(num_replicas=2):
         model = problem.model()

@@ -39,7 +39,10 @@ OTHERS = {
     "fewer": (lambda: o.SGD(0.1, momentum=0.9), "must have 6 arrays.*Received: 10 arrays"),
     "more": (lambda: o.Adam(amsgrad=True), "must have 14 arrays.*Received: 10 arrays"),
     "in another order": (lambda: o.RMSprop(momentum=0.5), r"hidden_bias_velocity` must have shape \(7,\).*\(5, 7\)"),
-    "of another name": (o.Adamax, "`hidden/kernel velocity` where this optimizer has `hidden/kernel norm`; "),
+    "of another name": (
+        o.Adamax,
+        "the file has `hidden/kernel velocity`, but this optimizer has `hidden/kernel norm`; ",
+    ),
 }
 
 
@@ -72,7 +75,7 @@ def test_layers_of_other_names(tmp_path):
     first = made(wrapped(o.Adam), ("left", "right"), (5, 5))
     ks.save_weights(first, tmp_path / "a.weights.h5")
     other = made(wrapped(o.Adam), ("right", "left"), (5, 5))
-    with pytest.raises(ValueError, match="`left/kernel momentum` where this optimizer has `right/kernel momentum`"):
+    with pytest.raises(ValueError, match="`left/kernel momentum`, but this optimizer has `right/kernel momentum`"):
         other.load_weights(tmp_path / "a.weights.h5")
     with pytest.warns(UserWarning, match="could not be loaded"):  # who wants it so can have the rest
         other.load_weights(tmp_path / "a.weights.h5", skip_mismatch=True)
@@ -108,7 +111,7 @@ def test_numbers_that_a_user_has_given_are_names(tmp_path):
     saved = made(wrapped(o.Adam), ("tower_1", "tower_2"), (5, 5))
     saved.save_weights(tmp_path / "a.weights.h5")
     made(wrapped(o.Adam), ("tower_1", "tower_2"), (5, 5)).load_weights(tmp_path / "a.weights.h5")
-    with pytest.raises(ValueError, match="`tower_1/kernel momentum` where this optimizer has `tower_2/kernel mom"):
+    with pytest.raises(ValueError, match="`tower_1/kernel momentum`, but this optimizer has `tower_2/kernel mom"):
         made(wrapped(o.Adam), ("tower_2", "tower_1"), (5, 5)).load_weights(tmp_path / "a.weights.h5")
 
 
@@ -173,7 +176,7 @@ def test_another_class_whose_slots_have_the_same_names(tmp_path, pair, build):
         names = [type(one()).__name__ for one in (make, other)]
         model = made(wrapped(other), build=build)
         before = state(model)
-        words = f"state of `{names[0]}` where this optimizer is `{names[1]}`"
+        words = f"state of `{names[0]}`, but this optimizer is `{names[1]}`"
         with pytest.raises(ValueError, match=words):
             model.load_weights(tmp_path / "a.weights.h5")
             model.optimizer.build(model.trainable_variables)
@@ -199,7 +202,7 @@ def test_the_class_of_several_optimizers(tmp_path):
     sgd = lambda: o.SGD(0.1, momentum=0.9)  # noqa: E731
     made(wrapped(several(o.Lion(), sgd()))).save_weights(tmp_path / "a.weights.h5")
     made(wrapped(several(o.Lion(), sgd()))).load_weights(tmp_path / "a.weights.h5")
-    with pytest.raises(ValueError, match=r"MultiOptimizer\((\w+), (\w+)\)` where this optimizer is `Multi.*\(\2, \1\)"):
+    with pytest.raises(ValueError, match=r"MultiOptimizer\((\w+), (\w+)\)`, but this optimizer is `Multi.*\(\2, \1\)"):
         made(wrapped(several(sgd(), o.Lion()))).load_weights(tmp_path / "a.weights.h5")
 
 

@@ -134,7 +134,7 @@ _REDUCED = [(said, state) for said, state in LEVELS["gradients"] if state in ("s
 _SKIPPING = ["scaled", "stock"]
 # What is refused: when, with which words, and what of it.
 REFUSED = [
-    ("made", "Remove one of them", {"shard_state": [True], "group_assignment": ["two groups"]}),
+    ("made", "Remove one of the two", {"shard_state": [True], "group_assignment": ["two groups"]}),
     ("made", "end training at the first overflow", {"on_nonfinite": ["raise"], "inner_optimizer": _SKIPPING}),
     ("made", "the optimizers inside receive only a part", {"shard_state": [True], "inner_optimizer": ["stock"]}),
     (

@@ -201,7 +201,7 @@ def main():
             other.fit(parts, shuffle=False, verbose=0, callbacks=[kept, log])
         assert (log.csv_file is not None) == scope.is_chief
         said.append(
-            [str(each.message) for each in caught if "must begin an epoch with equal values" in str(each.message)]
+            [str(each.message) for each in caught if "must begin an epoch with equal variables" in str(each.message)]
         )
         check.check()
     assert [len(words) for words in said] == [int(scope.is_chief and v is not None) for v in spoiled], said
@@ -230,7 +230,7 @@ def main():
     keras.distribution.set_distribution(distribution)
 
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
-    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` needs a prepared model")
+    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` needs the same data")
     weights = model.get_weights()
     scope.close()
     copy = keras.models.clone_model(model)

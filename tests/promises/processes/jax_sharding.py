@@ -38,7 +38,7 @@ def one_process_assigns(scope, model, fit):
         notes = keras.callbacks.LambdaCallback(on_train_batch_begin=note)
         said = processes.gather_objects(warned(functools.partial(fit, epochs=1, callbacks=[notes])))
         assert [len(words) for words in said] == [1, 0] and kernel in said[0][0], said
-        assert "learning_rate" in said[0][0] and "other values of" in said[0][0], said
+        assert "learning_rate" in said[0][0] and "different values of" in said[0][0], said
         assert (begun[0][0] == weights[0]).all() == (of == 0)
         assert scope.largest_difference(model) == 0
         weights = [2 * weight for weight in model.get_weights()]
@@ -112,7 +112,7 @@ def main():
     one_process_assigns(scope, model, lambda **more: fit(X, Y, **more))
     plain_calls_that_save_and_load(scope, model, lambda **more: fit(X, Y, shuffle=False, **more))
 
-    refused(lambda: fit(X + odd, Y), ValueError, "other first batches than process 0 on process 1. Load the same data")
+    refused(lambda: fit(X + odd, Y), ValueError, "differ from those of process 0 on process 1. Load the same data")
     fewer = 61 - 16 * odd
     refused(lambda: fit(X[:fewer], Y[:fewer], shuffle=False), ValueError, "other numbers of batches")
     x, y = ks.shard_data(X, Y)
@@ -123,7 +123,7 @@ def main():
         history = model.fit(x, y, batch_size=8, verbose=0, **more).history
         assert processes.gather_objects(history)[0] == history
     for call in (lambda: model.predict(x, verbose=0), lambda: ks.prepare(model, gather=False).predict(X, verbose=0)):
-        refused(call, RuntimeError, "`predict` needs a prepared model")
+        refused(call, RuntimeError, "`predict` needs the same data")
     ks.prepare(model, auto_shard=False, gather=True)
     assert warned(lambda: fit(X[odd::2], Y[odd::2])) == []
     said = processes.gather_objects(warned(lambda: fit(X, Y)))

@@ -137,9 +137,9 @@ def every_epoch_starts_equal(scope):
         return [keras.callbacks.LambdaCallback(on_epoch_end=at_the_end_of)]
 
     (words,) = everywhere(warned(lambda: fit(mine, callbacks=change(mine, scope.is_chief))))[0]
-    assert "must begin an epoch with equal values" in words and "learning_rate" in words and "hidden/kernel" in words, (
-        words
-    )
+    assert (
+        "must begin an epoch with equal variables" in words and "learning_rate" in words and "hidden/kernel" in words
+    ), words
     fit(alone, callbacks=change(alone, True))
     assert_same(scope, mine, alone)
 
@@ -152,7 +152,7 @@ def every_fit_starts_equal_with_one_line_that_says_so(scope):
         mine.set_weights([weight + 1 for weight in mine.get_weights()])
         mine.optimizer.learning_rate = 0.5
     (words,) = everywhere(warned(lambda: fit(mine)))[0]
-    assert "All processes must begin an epoch with equal values, so they take the values of the first process." in words
+    assert "All processes must begin an epoch with equal variables, so all now use the values of process 0." in words
     assert "learning_rate" in words and "hidden/kernel" in words and "momentum" not in words, words
     assert everywhere(warned(lambda: fit(mine))) == [[]] * scope.num_replicas
     for _ in range(3):
@@ -408,7 +408,9 @@ def keras_own_backup_goes_on_where_training_was(scope):
             pathlib.Path(path, "training_metadata.json").write_text('{"epoch": 1, "batch": 0}')
         again = lambda: fit(compiled(scope), callbacks=[keras.callbacks.BackupAndRestore(path)])  # noqa: E731
         refused(
-            again, ValueError, "All processes must find the same backup. Received, by process: training that continues"
+            again,
+            ValueError,
+            "All processes must find the same backup. Received: training would continue at the epochs",
         )
 
 

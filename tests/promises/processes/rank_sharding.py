@@ -637,7 +637,7 @@ def losses_whose_values_are_chosen(scope):
 @check
 def data_that_differ_are_refused_on_every_rank(scope):
     odd = scope.replica_id == 1
-    words = "than process 0 on process 1. Load the same data on every process"
+    words = "from those of process 0 on process 1. Load the same data on every process"
     train = lambda *data, **more: lambda: fit(*data, batch_size=BATCH, **more)(compiled(scope))  # noqa: E731
     refused(train(X + odd, Y), ValueError, f"other first batches {words}")
     fewer = 61 - 15 * odd
@@ -646,7 +646,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
     # Too late for what is compared first, among batches that go without a message.
     x, y = np.tile(X, (5, 1)), np.tile(Y, (5, 1))
     x += odd * (np.arange(305) == 280)[:, None]
-    words = "Received: other values than process 0 on process 1, in "
+    words = "Received: values that differ from those of process 0 on process 1, in "
     refused(train(x, y, shuffle=False), ValueError, words)
     refused(lambda: compiled(scope).evaluate(x, y, BATCH, verbose=0), ValueError, words)
     refused(lambda: compiled(scope).evaluate(X[odd:], Y[odd:], verbose=0), ValueError, "other first batches")
@@ -667,7 +667,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
             x, y = super().__getitem__(index)
             return (x, y + odd) if index == 3 else (x, y)
 
-    words = "Received: other values than process 0 on process 1, in batch 3 (the first is 0). Load the same data"
+    words = "values that differ from those of process 0 on process 1, in batch 3 (the first is 0). Load the same data"
     refused(train(Differs(False), shuffle=False), ValueError, words)
 
     def unseeded():

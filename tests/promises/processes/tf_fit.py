@@ -135,7 +135,7 @@ def main():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stepping.fit(data, steps_per_epoch=5, epochs=4, verbose=0)
-    said = [str(each.message) for each in caught if "must begin an epoch with equal values" in str(each.message)]
+    said = [str(each.message) for each in caught if "must begin an epoch with equal variables" in str(each.message)]
     assert len(said) == int(scope.is_chief), said
     found |= {f"stepping{i}": weight for i, weight in enumerate(stepping.get_weights())}
     bad = np.array(x[: problem.BATCH_SIZE])
@@ -154,7 +154,9 @@ def main():
 
     # What differs is an error on all, and so is what cannot be done here.
     other = x if scope.is_chief else x + 1
-    refused(lambda: model.fit(other, y, **fit), ValueError, "other first batches than process 0 on process 1")
+    refused(
+        lambda: model.fit(other, y, **fit), ValueError, "first batches that differ from those of process 0 on process 1"
+    )
     refused(
         lambda: model.fit(x, y, **fit) if scope.is_chief else model.evaluate(x, y),
         ValueError,

@@ -106,7 +106,7 @@ def main():
     refused(
         lambda: strategy.run(lambda: coded.apply([tf.constant([1.0])], [weight])),
         ValueError,
-        "Codecs of gradients need `MirroredStrategy` on TensorFlow",
+        "this `compression` needs a `MirroredStrategy`",
     )
     with strategy.scope():
         count = Count()

@@ -176,7 +176,7 @@ def test_the_picture_has_a_bar_per_rank(tmp_path):
 
 @pytest.mark.neutral
 def test_a_profile_needs_a_path():
-    with pytest.raises(ValueError, match="`profile_step` needs a path `to`"):
+    with pytest.raises(ValueError, match="`profile_step` needs the path `to`"):
         ks.callbacks.StepReport(profile_step=3)
 
 
@@ -203,7 +203,7 @@ def test_nothing_is_said_of_ranks_before_they_are_compared():
 
 
 def test_a_second_report_is_refused():
-    with pytest.raises(ValueError, match="One `fit` can have one `StepReport`"):
+    with pytest.raises(ValueError, match="`fit` accepts only one `StepReport`"):
         fit(compiled(), ks.callbacks.StepReport(), ks.callbacks.StepReport())
 
 

@@ -138,7 +138,7 @@ def test_pieces_that_overlap_or_are_missing_are_an_error(tmp_path):
     overlapping = OwnParts((4, 4), "float32", [Part((i, 0), np.zeros((2, 4), "float32")) for i in (0, 1)], False)
     with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
         written(tmp_path, 1, box=pieces.Source(overlapping, {}))
-    with pytest.raises(ValueError, match="No process knows the shape of `box`"):
+    with pytest.raises(ValueError, match="The shape of the array `box` is unknown"):
         written(tmp_path, 1, box=pieces.Source(OwnParts(None, "float32", []), {}))
 
 
@@ -246,7 +246,7 @@ def test_the_same_layers_in_another_order_change_nothing(tmp_path):
     ks.save_sharded(named("first", "second"), tmp_path)
     model = named("second", "first")
     before = values(model)
-    with pytest.raises(ValueError, match="`first/kernel momentum` where this optimizer has `second/kernel momentum`"):
+    with pytest.raises(ValueError, match="`first/kernel momentum`, but this optimizer has `second/kernel momentum`"):
         ks.load_sharded(model, tmp_path)
     assert_same(values(model), before)
 
@@ -273,7 +273,7 @@ def test_an_optimizer_that_was_not_built_does_not_fit_a_built_one(tmp_path):
     model.compile(ks.CrossShard("adam"), "mse")
     ks.save_sharded(model, tmp_path)
     model.optimizer.build(model.trainable_variables)
-    with pytest.raises(ValueError, match="The checkpoint's Adam was not built"):
+    with pytest.raises(ValueError, match="The Adam was saved before it was built"):
         ks.load_sharded(model, tmp_path)
     ks.save_sharded(model, tmp_path / "built")
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path):
     with pytest.raises(OSError, match="is damaged"):
         ks.load_sharded(model, newest)
     assert_same(values(model), values(trained(seed=3)))
-    with pytest.warns(UserWarning, match="A damaged checkpoint is left out"):
+    with pytest.warns(UserWarning, match="A damaged checkpoint is skipped"):
         ks.load_sharded(model, tmp_path)
     assert_same(values(model), values(first))
 

@@ -619,7 +619,7 @@ def test_one_process_with_several_devices_gets_its_input():
         (([np.zeros(4), np.zeros(5)],), ValueError, r"same number of rows.*'x': \[4, 5\]"),
         ((np.zeros(1),), ValueError, "1 rows for 2 processes"),
         ((Numbers(batch_size=100),), ValueError, "1 batches for 2 processes"),
-        ((Numbers(), np.zeros(4)), ValueError, "`y` is for arrays"),
+        ((Numbers(), np.zeros(4)), ValueError, "`y` requires arrays"),
     ],
 )
 def test_wrong_data_is_refused_by_every_process(process, arguments, error, message):
@@ -649,7 +649,7 @@ def test_wrong_loaders_are_refused(process):
     process(2, 0)
     with pytest.raises(ValueError, match="IterableDataset"):
         ks.shard_data(loader("stream"), shuffle=True)
-    with pytest.raises(ValueError, match="`batch_size` is for arrays"):
+    with pytest.raises(ValueError, match="`batch_size` requires arrays"):
         ks.shard_data(loader("in order"), batch_size=2)
     with pytest.raises(TypeError, match="into a `DataLoader` first"):
         ks.shard_data(torch.utils.data.TensorDataset(torch.arange(4)))

@@ -89,15 +89,21 @@ FAULTS = {
         {},
         "error",
         "environment",
-        "is for 2 processes",
+        "sets 2 processes",
     ),
     "rank out of range": ({}, {"process": {"rank": 2}}, "error", "environment", "rank 2 of 2 processes"),
     "idle GPUs": ({"gpus": {"visible": ["0"]}}, {}, "warning", "devices", "process 0 uses the CPU"),
     "devices differ": ({}, {"world": {"devices": ["cpu", "cpu"]}}, "error", "devices", "2 cpu on process 1"),
-    "threads": ({"environment": {"OMP_NUM_THREADS": "8"}}, {}, "warning", "threads", "oversubscribed: 8 threads"),
-    "container's limit": ({"cores": {"limit": 2.0}}, {}, "warning", "threads", "limited to 2 of 4"),
+    "threads": (
+        {"environment": {"OMP_NUM_THREADS": "8"}},
+        {},
+        "warning",
+        "threads",
+        "more threads than cores: 8 threads",
+    ),
+    "container's limit": ({"cores": {"limit": 2.0}}, {}, "warning", "threads", "may use 2 of 4 cores"),
     "idle cores": ({"environment": {"OMP_NUM_THREADS": "1"}}, {}, "warning", "threads", "idle cores: 1 threads"),
-    "busy machine": ({"cores": {"load": 40.0}}, {}, "warning", "threads", "other programs use node0: load 40"),
+    "busy machine": ({"cores": {"load": 40.0}}, {}, "warning", "threads", "other programs run on node0: load 40"),
     "little memory": ({"memory": {"available": 5e8}}, {}, "warning", "memory", "only 0.5 GB of memory"),
     "killed processes": ({"memory": {"kills": 3}}, {}, "warning", "memory", "killed 3 processes"),
     "/dev/shm": ({"memory": {"shared": 2**26}}, {}, "warning", "memory", "/dev/shm has only 67 MB"),
@@ -115,7 +121,13 @@ FAULTS = {
     "latency": ({}, {"reduce": {"1 KB": 0.02}}, "warning", "all-reduce", "slow start"),
     "clock": ({}, {"clock": [103.0, 104.0, 105.0]}, "warning", "clocks", "differ by 3 s"),
     "full": ({"files": {"error": [errno.ENOSPC, "No space left"]}}, {}, "error", "directory", "/data: No space left"),
-    "nearly full": ({"files": {"free": 5e7}}, {}, "warning", "directory", "only 50 MB are free in /data (process 0)"),
+    "nearly full": (
+        {"files": {"free": 5e7}},
+        {},
+        "warning",
+        "directory",
+        "only 50 MB of disk space are free in /data (process 0)",
+    ),
     "rename": ({"files": {"renames": False, "kind": "fuse"}}, {}, "error", "directory", "is not atomic"),
     "locks": ({"files": {"locks": False}}, {}, "warning", "directory", "has no file locks"),
     "two directories": ({"shares": [0]}, {"shares": [1]}, "warning", "directory", "process 0 / process 1"),
@@ -212,7 +224,7 @@ def test_the_table_has_a_line_per_finding_and_remedy():
     lines = command._table(ranks, checks.findings(ranks)).splitlines()
     assert lines[0] == "keras_shardopt doctor: 2 processes, 2 replicas, PyTorch"
     (at,) = [number for number, line in enumerate(lines) if line.startswith("error    Keras         floatx float32 on")]
-    assert lines[at + 1].strip().startswith("-> Set it in the program")
+    assert lines[at + 1].strip().startswith("-> Set the value in the program")
     assert lines[-1].startswith("error: 1, warning: 0, OK: ")
 
 

@@ -128,7 +128,9 @@ def test_a_replica_cannot_bring_an_optimizer_into_its_strategy():
     optimizer, variables = ks.CrossShard(problem.sgd_momentum(), gradients="local"), model.trainable_variables
     apply = lambda: optimizer.apply([keras.ops.ones_like(v) for v in variables], variables)  # noqa: E731
     strategy = model.distribute_strategy
-    with pytest.raises(ValueError, match=r"first used inside `strategy\.run`.* made outside it, for 2 replicas"):
+    with pytest.raises(
+        ValueError, match=r"first used inside `strategy\.run`.* made outside this scope, for 2 replicas"
+    ):
         strategy.run(apply)
     with strategy.scope():
         optimizer.build(variables)
@@ -169,7 +171,9 @@ def test_training_a_model_loaded_after_the_scope_is_warned_of(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     loaded.predict(problem.data(1)[0], verbose=0)  # warnings are errors here
-    with pytest.warns(UserWarning, match=r"load it inside the scope.* after a scope of 2 replicas\. Load it") as caught:
+    with pytest.warns(
+        UserWarning, match=r"load the model inside the scope.* after a scope of 2 replicas\. Load"
+    ) as caught:
         fit(loaded)
         fit(loaded)
     assert len(caught) == 1

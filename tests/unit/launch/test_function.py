@@ -140,7 +140,7 @@ def test_bad_arguments_raise_before_processes_start(monkeypatch):
         with pytest.raises(TypeError, match="`function` must be callable, `args` a list .* Received: function="):
             ks.launch_processes(*wrong)
     monkeypatch.delenv("KERAS_BACKEND")
-    with pytest.raises(ValueError, match=r'Received: none. Set it before `import keras`: `os.environ\["'):
+    with pytest.raises(ValueError, match=r'Set KERAS_BACKEND before `import keras`: `os.environ\["'):
         ks.launch_processes(trained, 2)
 
 

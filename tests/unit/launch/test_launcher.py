@@ -56,7 +56,7 @@ def test_one_that_fails_ends_all_and_its_status_is_that_of_the_job(tmp_path, mon
     )
     assert supervisor.supervise(made(tmp_path, text), numbered(2)) == 7
     assert capfd.readouterr().err.splitlines() == [
-        "keras_shardopt.launch: process 1 failed; all others are ended after 0.2 s.",
+        "keras_shardopt.launch: process 1 failed; the other processes end after 0.2 s.",
         "keras_shardopt.launch: process 1 failed. Exit status: 7.",
     ]
 
@@ -370,7 +370,7 @@ def test_ports_are_free_and_differ():
         (["--devices-per-process", "0", __file__], "`--devices-per-process` must be at least 1"),
         (["--watch", "0", __file__], "`--watch` must be a number of seconds above 0. Received: 0."),
         (["--watch", "nan", __file__], "`--watch` must be a number of seconds above 0. Received: nan."),
-        (["--log-dir", __file__, __file__], "`--log-dir` must be a directory, or a new one. Received: "),
+        (["--log-dir", __file__, __file__], "`--log-dir` must be an existing or a new directory. Received: "),
     ],
 )
 def test_what_cannot_be_started_says_why(arguments, words, capsys):

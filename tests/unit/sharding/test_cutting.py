@@ -170,7 +170,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused():
         def __init__(self, something):
             super().__init__(learning_rate=0.1)
 
-    with pytest.raises(ValueError, match="create it from its config"):
+    with pytest.raises(ValueError, match="creatable from its config"):
         cutting.are_elementwise(NoConfig(1), variables())
 
 

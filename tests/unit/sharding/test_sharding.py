@@ -118,7 +118,7 @@ def test_parts_of_the_state_must_belong_to_the_same_update_and_to_the_weights(mo
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="Remove one of them"):
+    with pytest.raises(ValueError, match="Remove one of the two"):
         ks.CrossShard("sgd", group_assignment=[[0], [1]], shard_state=True)
     with pytest.raises(TypeError, match="shard_state"):
         ks.CrossShard("sgd", shard_state="yes")

@@ -165,7 +165,7 @@ def test_it_tells_how_many_steps():
         (
             lambda: ks.CrossShard(ks.CrossShard("sgd", gradient_accumulation_steps=2)),
             ValueError,
-            "must be given to the outer `CrossShard`",
+            "must be passed to the outer `CrossShard`",
         ),
         (
             lambda: ks.CrossShard(ks.LossScaling("sgd"), on_nonfinite="raise"),

@@ -317,7 +317,9 @@ def test_presence_of_gradients_counts_within_the_group(monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_a_limit_must_be_positive(limit):
-    with pytest.raises(ValueError, match=r"`replica_clipnorm` must be > 0\..* Omit it to train without clipping"):
+    with pytest.raises(
+        ValueError, match=r"`replica_clipnorm` must be > 0\..* Omit `replica_clipnorm` to train without clipping"
+    ):
         ks.CrossShard("sgd", replica_clipnorm=limit)
 
 

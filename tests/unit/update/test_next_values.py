@@ -113,7 +113,7 @@ def test_next_values_that_arrive_global_are_not_cut_as_gradients_are(monkeypatch
     assert world.run(trained) == [[[0.75] * 5, [0, 1, 2]]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*accumulates gradients that arrive reduced")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are already averaged")
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
     "case", some([name for name in DIVIDED if "skips" not in name], ["scaled window, divided state"])

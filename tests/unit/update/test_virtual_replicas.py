@@ -123,7 +123,7 @@ def test_it_comes_out_of_a_file_as_it_was():
 def test_a_step_that_cuts_no_batch_is_refused():
     weight = keras.Variable([1.0])
     optimizer = ks.CrossShard("sgd", virtual_replicas=4)
-    with pytest.raises(ValueError, match=r"Compile the model inside `with keras_shardopt.data_parallel\(\):`"):
+    with pytest.raises(ValueError, match=r"Call `keras_shardopt.prepare\(model\)` after `compile`"):
         optimizer.apply([keras.ops.ones((1,))], [weight])
     model = problem.model()
     model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse")

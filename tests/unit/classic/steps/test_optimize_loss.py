@@ -146,10 +146,10 @@ def test_who_says_when_a_window_ends():
         step(one, skip_update=skip)
     # Four and one, each of them a half.
     assert float(ops.convert_to_numpy(weight)) == -2.5
-    with pytest.raises(ValueError, match="must be given with each call"):
+    with pytest.raises(ValueError, match="must be passed to each call"):
         step(one)
     counting = ks.optimize_loss(lambda x: weight * ops.sum(x), "SGD", {}, 1.0, **arguments)
-    with pytest.raises(ValueError, match="counted by the step itself"):
+    with pytest.raises(ValueError, match="`skip_update` must not be passed"):
         counting(one, skip_update=True)
 
 
