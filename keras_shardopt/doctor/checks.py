@@ -116,7 +116,7 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _config(ranks: Ranks) -> Iterator[Finding]:
-    remedy = "Set the value in the program, or use the same keras.json everywhere."
+    remedy = "Set it in the program, or use the same keras.json everywhere."
     return _difference(ranks, "keras", ERROR, remedy)
 
 

@@ -146,8 +146,8 @@ def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
     if isinstance(inner, Wrapping) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
-            f"`{name}` must be inside `{other}`, or it would receive the gradients of only one part of the batch. "
-            f"Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            f"`{name}` must be inside `{other}`, or `{name}` would receive the gradients of only one part of the "
+            f"batch. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
     for optimizer in children(inner):
         refuse_local_gradients(outer, optimizer)

@@ -86,7 +86,7 @@ class VirtualReplicas(Extension):
                 if getattr(inside, "_sums_over_slices", False):
                     raise ValueError(
                         "`VirtualReplicas` does not support a norm over all gradients with `shard_state=True`, because "
-                        f"its rounding depends on the number of replicas. Received: {inside!r}, with {self!r} and "
-                        "shard_state=True. Remove one of the three."
+                        f"the rounding of the norm would depend on the number of replicas. Received: {inside!r}, with "
+                        f"{self!r} and shard_state=True. Remove one of the three."
                     )
         return [SumOfParts(self.number, context)]

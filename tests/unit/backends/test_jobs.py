@@ -50,7 +50,9 @@ def test_a_job_that_another_backend_would_join_is_an_error(monkeypatch, backend)
     for other in set(JOBS) - {backend}:
         with monkeypatch.context() as patch:
             set_all(patch, JOBS[other])
-            with pytest.raises(RuntimeError, match=f"describes a job of 2 processes for .* {both_ways(backend, other)}"):
+            with pytest.raises(
+                RuntimeError, match=f"describes a job of 2 processes for .* {both_ways(backend, other)}"
+            ):
                 ks.data_parallel().__enter__()
     with ks.data_parallel(1) as replicas:  # nothing is left of the scopes before
         assert replicas.num_replicas == 1

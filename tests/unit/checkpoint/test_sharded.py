@@ -364,7 +364,7 @@ def test_a_directory_that_a_process_does_not_see_is_an_error_on_all(tmp_path, mo
     models = [trained() for _ in range(2)]
     monkeypatch.setattr(saves.time, "sleep", lambda _: None)
     errors = Processes(monkeypatch, 2).run(lambda rank: ks.save_sharded(models[rank], tmp_path / str(rank)))
-    assert all("process 1 does not find" in str(error) for error in errors), errors
+    assert all("process 1 cannot find" in str(error) for error in errors), errors
     assert os.listdir(tmp_path / "0") == []
 
 

@@ -614,7 +614,7 @@ def test_a_failed_step_leaves_nothing_behind():
 
 
 def test_replicated_steps_do_not_nest():
-    with pytest.raises(ValueError, match="inside another one"):
+    with pytest.raises(ValueError, match="inside a replicated step"):
         ks.replicate(ks.replicate(lambda rows: None, 2), 2)(np.ones(4))
 
 

@@ -108,7 +108,9 @@ def test_a_norm_that_would_be_added_up_slice_by_slice_is_refused():
     if keras.backend.backend() == "jax":  # there state is divided by a layout, and gradients are whole
         assert made(shard_state=True).shard_state
         return
-    with pytest.raises(ValueError, match=r"slice by slice.*Received: .*GradientClipping.*VirtualReplicas\(number=4\)"):
+    with pytest.raises(
+        ValueError, match=r"rounding of the norm.*Received: .*GradientClipping.*VirtualReplicas\(number=4\)"
+    ):
         made(shard_state=True)
 
 
@@ -127,7 +129,7 @@ def test_a_step_that_cuts_no_batch_is_refused():
         optimizer.apply([keras.ops.ones((1,))], [weight])
     model = problem.model()
     model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse")
-    with pytest.raises(ValueError, match="prepared model"):
+    with pytest.raises(ValueError, match="a model passed to"):
         model.train_on_batch(*problem.data(1))
     assert float(keras.ops.convert_to_numpy(weight)[0]) == 1.0
 
