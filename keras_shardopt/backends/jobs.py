@@ -69,8 +69,8 @@ class Task:
         """
         if not self.hosts:
             raise RuntimeError(
-                f"Processes on several machines need the address of the first machine, but `{self.command}` does not "
-                f"set it. Received: {self.size} processes, {self.local_size} on this machine. Set MASTER_ADDR and "
+                f"Several machines need the address of the first machine, but `{self.command}` does not set this "
+                f"address. Received: {self.size} processes, {self.local_size} on this machine. Set MASTER_ADDR and "
                 "MASTER_PORT for all processes, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
             )
         return self.hosts[0]

@@ -61,7 +61,7 @@ def different_calls_message(calls: dict[int, str], noun: str, more: str = "") ->
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, and stop "
-        f"together. They must pass the same models to `keras_shardopt.prepare`. Received: {received}{more}. A callback "
+        f"together. All must pass the same models to `keras_shardopt.prepare`. Received: {received}{more}. A callback "
         "that stops training must use the logs of an epoch, because the logs of a prepared model are equal on all "
         f"{plural(noun)}."
     )

@@ -62,9 +62,9 @@ class SyncReplicas(keras.callbacks.Callback):
             if hasattr(callback, "monitor"):
                 name = type(callback).__name__
                 raise ValueError(
-                    "`SyncReplicas` must stand before callbacks that monitor a metric. Otherwise they read the metrics "
-                    f"of one rank, and ranks make different decisions. Received: `{name}` before `SyncReplicas`. Use "
-                    f"`callbacks=[SyncReplicas(), ..., {name}(...)]`."
+                    "`SyncReplicas` must stand before callbacks that monitor a metric. Otherwise these callbacks read "
+                    f"the metrics of one rank, and ranks make different decisions. Received: `{name}` before "
+                    f"`SyncReplicas`. Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         if processes.needs_initial_broadcast:
             for part in cross_shards_in(model):

@@ -112,7 +112,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "The directory of a `ShardedCheckpoint` should hold checkpoints of one training run. Received: "
                 f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model has made {step} updates. "
                 "Call `load_sharded` before `fit` to resume, or use another directory. `load_sharded` will restore the "
-                "checkpoints that this `fit` saves, because they are newer. `keep` does not delete the others."
+                "checkpoints that this `fit` saves, because these are newer. `keep` deletes only new checkpoints."
             )
 
     def _list(self) -> list[str]:

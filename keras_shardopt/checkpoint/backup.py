@@ -212,8 +212,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._warned = True
             warn(
                 f"Epoch {epoch} ended with accumulated gradients that no update has used, and a backup does not store "
-                "them. Training restored from this backup will differ from uninterrupted training. Make the number "
-                "of steps per epoch a multiple of `gradient_accumulation_steps`.",
+                "these gradients. Training restored from this backup will differ from uninterrupted training. Make the "
+                "number of steps per epoch a multiple of `gradient_accumulation_steps`.",
             )
         if self.sharded:
             Save(model, self.backup_dir, {"epoch": epoch + 1}).check(wait=True)

@@ -168,7 +168,7 @@ def make_optimizer(
     if learning_rate is not None and "learning_rate" in arguments:
         raise TypeError(
             "The learning rate must be passed only once. Received: `learning_rate_decay_fn`, and `learning_rate` in "
-            f"`optimizer_params`: {arguments!r}. Remove it from `optimizer_params`."
+            f"`optimizer_params`: {arguments!r}. Remove `learning_rate` from `optimizer_params`."
         )
     if learning_rate is not None:
         arguments["learning_rate"] = learning_rate

@@ -135,9 +135,9 @@ class VariableClipping(OptimizerWrapper):
                     continue
                 if var_key in found:
                     raise ValueError(
-                        "`vars_to_clip_dims` must name each variable once. "
-                        f"Received: several expressions of {[e for e, _ in expressions]} match `{_path(variable)}`. "
-                        "Use its path as the key: a path takes precedence over expressions."
+                        "`vars_to_clip_dims` must name each variable once. Received: several expressions of "
+                        f"{[e for e, _ in expressions]} match `{_path(variable)}`. Use the variable's path as the key: "
+                        "a path takes precedence over expressions."
                     )
                 found[var_key] = _checked_dims(dims, variable)
         return found

@@ -39,7 +39,7 @@ def _check_same_order(tf: Any, dataset: Any) -> None:
             raise ValueError(
                 "A `tf.data.Dataset` must have the same order on every process, otherwise rows are lost or duplicated. "
                 "Received: a dataset that shuffles without a seed. Use `.shuffle(buffer_size, seed=...)`, or call "
-                "`keras.utils.set_random_seed` before you build it."
+                "`keras.utils.set_random_seed` before you build the dataset."
             )
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(

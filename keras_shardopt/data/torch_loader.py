@@ -77,7 +77,7 @@ class PartOfSampler:
     def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: Part) -> None:
         if not hasattr(sampler, "__len__"):
             raise ValueError(
-                "A sampler must have a length, because `shard_data` computes each process's part from it. "
+                "A sampler must have a length, because `shard_data` computes each process's part from the length. "
                 f"Received: {check.with_article(sampler)} without `__len__`. Add `__len__` to the class."
             )
         part.check_enough(len(sampler), things)

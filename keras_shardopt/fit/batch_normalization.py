@@ -209,6 +209,5 @@ def _warn_of_local_statistics(layer: Any) -> None:
         warn(
             "A synchronized `BatchNormalization` exchanges statistics only in `fit` and `train_on_batch` of a model "
             f"passed to `keras_shardopt.prepare`. Received: the layer {layer.name!r} in training mode elsewhere, so "
-            "each replica normalizes with its own rows. Call these methods, also if the model has a custom "
-            "`train_step`.",
+            "each replica normalizes with its own rows. Call these methods, even with a custom `train_step`.",
         )

@@ -149,7 +149,7 @@ def _check_trains_together(model: Any) -> None:
 def _separate_training(model: Any) -> str:
     name = type(optimizers_in_step(model)[0]).__name__
     return (
-        "A model that several processes train together needs a `CrossShard` to average their gradients. Received: "
+        "A model that several processes train together needs a `CrossShard` to average gradients. Received: "
         f"`{model.name}`, compiled with {name} on {processes.process()[0]} processes: ranks would train separately. "
         f"Use `keras_shardopt.CrossShard({name}(...))`. To train separate models, use `data_parallel(prepare=False)`."
     )
@@ -207,6 +207,5 @@ def _warn_of_unprepared(model: Any) -> None:
         "A model that several processes train together must be passed to `keras_shardopt.prepare`. Otherwise each "
         "process has its own metrics, callbacks can make different decisions, and uneven parts of a batch have equal "
         f"weight. Received: `fit` of `{model.name}` without `prepare`. Call `keras_shardopt.prepare(model)` after "
-        "`compile`, or compile inside `with keras_shardopt.data_parallel():`. To train anyway, use "
-        "`data_parallel(prepare=False)`.",
+        "`compile`. To train without `prepare`, use `data_parallel(prepare=False)`.",
     )

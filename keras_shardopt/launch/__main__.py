@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while True:
             starter = for_backend(_STARTERS)
             if starter is None:
-                raise JobError("The Keras backend must be tensorflow, jax or torch. Set KERAS_BACKEND to one of them.")
+                raise JobError("The Keras backend must be tensorflow, jax or torch. Set KERAS_BACKEND accordingly.")
             status = int(starter.start(job))
             if status == 0 or given.max_restarts == 0:
                 return status
@@ -70,9 +70,9 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
         raise JobError(f"`--nproc` must be a number, or a minimum and a maximum as in 2:3. Received: {given.nproc!r}.")
     if least and given.nnodes > 1:
         raise JobError(
-            f"With several machines, `--nproc` must be one number, the same on all. Received: --nproc {given.nproc} "
-            f"with --nnodes {given.nnodes}. Use one number. If a PyTorch job must continue after it loses a machine, "
-            "use `torchrun --nnodes 1:2`."
+            "With several machines, `--nproc` must be one number, the same on all machines. Received: --nproc "
+            f"{given.nproc} with --nnodes {given.nnodes}. Use one number. If a PyTorch job must continue after it "
+            "loses a machine, use `torchrun --nnodes 1:2`."
         )
     job = Job(
         program=["-m", *given.module] if given.module else given.program[given.program[:1] == ["--"] :],

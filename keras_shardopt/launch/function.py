@@ -79,8 +79,7 @@ def launch_processes(
         if status:
             raise RuntimeError(
                 f"All processes must end without errors. Received: the exit status {status} of `python -m "
-                f"keras_shardopt.launch --nproc {num_processes}`. The last line of this command's output above names "
-                "the cause."
+                f"keras_shardopt.launch --nproc {num_processes}`. The last line of the output above names the cause."
             )
         if not (folder / RESULT).exists():
             raise RuntimeError(

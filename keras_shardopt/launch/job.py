@@ -71,8 +71,8 @@ class Job:
             )
         if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator or ""):
             raise JobError(
-                "Several machines need `--coordinator HOST:PORT`, the same on all of them: an address of machine 0 "
-                f"and a free port there. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
+                "Several machines need `--coordinator HOST:PORT`, the same on all machines: an address and a free port "
+                f"of machine 0. Received: {self.coordinator!r}, with --nnodes {self.nnodes}."
             )
         if self.watch is not None and not 0 < self.watch < float("inf"):
             raise JobError(f"`--watch` must be a number of seconds above 0. Received: {self.watch:g}.")

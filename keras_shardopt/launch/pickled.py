@@ -13,7 +13,6 @@ def pickler() -> Any:
         import cloudpickle
     except ImportError as error:
         raise ImportError(
-            "`launch_processes` pickles functions with cloudpickle. Received: an environment without it. "
-            "Run `pip install cloudpickle`."
+            "`launch_processes` needs cloudpickle, which is not installed. Run `pip install cloudpickle`."
         ) from error
     return cloudpickle

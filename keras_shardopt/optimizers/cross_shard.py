@@ -268,10 +268,10 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     def _on_outer_loss_scaling(self) -> None:
         """Raises ValueError: a `LossScaleOptimizer` around `CrossShard` would check gradients of one replica only."""
         raise ValueError(
-            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it. Outside, it checks the gradients of "
-            "one replica only, so replicas skip different steps, and then diverge or deadlock. "
-            "Use `CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. "
-            'Under "mixed_float16", use `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`.'
+            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it. A `LossScaleOptimizer` outside checks "
+            "the gradients of one replica only, so replicas skip different steps, and then diverge or deadlock. Use "
+            "`CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. Under "
+            '"mixed_float16", use `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`.'
         )
 
     def get_config(self) -> dict[str, Any]:

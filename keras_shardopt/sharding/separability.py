@@ -141,7 +141,7 @@ def check_can_shard(optimizer: CrossShardProtocol) -> None:
         if several or not (is_leaf or getattr(one, "_shard_unit", None)):
             raise ValueError(
                 "With `shard_state=True`, the optimizers inside receive only a part of the gradients, but "
-                f"{type(one).__name__} needs all of them. Received: inner_optimizer={optimizer.inner!r}. Use "
+                f"{type(one).__name__} needs all gradients. Received: inner_optimizer={optimizer.inner!r}. Use "
                 "`shard_state=False`, or only this package's `GradientClipping`, `LARC`, `LossScaling` and "
                 "`MixedPrecision` around one optimizer."
             )

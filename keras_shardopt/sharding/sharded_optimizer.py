@@ -65,10 +65,10 @@ class ShardedState(OptimizerWrapper):
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
-                "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`, because it divides whole "
-                f"arrays, and each replica has only a part of an array there. Received: axis_name={self.axis_name!r}, "
-                f"an axis of {comm.num_replicas} replicas. Train with `model.fit` inside `with "
-                "keras_shardopt.data_parallel():`, or use `shard_state=False`."
+                "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`, because each replica has only "
+                f"a part of an array there. Received: axis_name={self.axis_name!r}, an axis of {comm.num_replicas} "
+                "replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`, or use "
+                "`shard_state=False`."
             )
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:

@@ -276,9 +276,8 @@ class Accumulation(Stage):
             names = [getattr(self._variables[i], "path", str(i)) for i in missing]
             warn(
                 "All compiled micro-batches should train the same variables. A variable without gradients in a window "
-                "is updated with a gradient of 0, but momentum and weight decay still change it. "
-                f"Received: micro-batches without {names}, after others with them. Use an optimizer for each set of "
-                "variables.",
+                "is updated with a gradient of 0, but momentum and weight decay still change the variable. Received: "
+                f"micro-batches without {names}, after others with them. Use an optimizer for each set of variables.",
             )
 
     def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:

@@ -259,6 +259,6 @@ def _check_no_losses_of_padding(model: Any, part: BatchShare) -> None:
             "`add_loss` and `activity_regularizer` would include padding rows: the model has a synchronized "
             "`BatchNormalization`, the optimizer needs each replica's gradients, and the batch size is not a multiple "
             f"of the number of replicas. Received: {len(model.losses) - len(penalties)} added loss(es), with "
-            f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use a batch size that is such a "
+            f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use a batch size that is a "
             "multiple."
         )

@@ -47,7 +47,8 @@ def with_objects(
             raise type(error)(f"{names} must be valid for a `{kind.__name__}`. {error}") from None
         if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
             raise ValueError(
-                f"{names} cannot be combined with a `{kind.__name__}`. Received: both, {settings!r}. Remove one."
+                f"{names} cannot be combined with a `{kind.__name__}`. Received: {names}, the old form of "
+                f"{settings!r}, and a `{kind.__name__}`. Remove one of the two."
             )
         if warns:
             line = f"CrossShard(..., {kind.spelling.format(repr(settings))})"

@@ -123,8 +123,8 @@ class Peers:
             return
         for loss in sum_losses_of(self._optimizer, self._optimizer._trainable_variables)[:1]:
             warn(
-                "The gradients of a loss that sums over rows must be summed over replicas. The mean of these gradients "
-                f"is {num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "
+                "The gradients of a loss that sums over rows must be summed over replicas. Their mean is "
+                f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "
                 f'{self._optimizer!r}. Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` '
                 "before `fit`.",
             )

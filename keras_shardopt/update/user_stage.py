@@ -39,7 +39,7 @@ class UserStage(Stage):
             raise ValueError(
                 "With `shard_state=True`, `commit` of a stage receives only this replica's slices of gradients, "
                 f"flattened. Received: stages={whole!r}, without `takes_slices`. Use `shard_state=False`, or set "
-                "`takes_slices = True` in the class if it processes each element independently."
+                "`takes_slices = True` in the class if the stage processes each element independently."
             )
         return [cls(stage, context) for stage in options.stages]
 

@@ -86,7 +86,7 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
     if divided or any(isinstance(module, module_kind) for layer in layers for module in layer.modules()):
         raise ValueError(
             f"{kept} Received: {(divided or variables)[0].path!r} under `fully_shard`. FSDP replaces the weights, but "
-            "Keras layers still compute with the old ones, so nothing is trained. Remove `fully_shard`; use "
+            "Keras layers still compute with the old weights, so nothing is trained. Remove `fully_shard`; use "
             "`CrossShard(..., shard_state=True)` to shard the optimizer state."
         )
 

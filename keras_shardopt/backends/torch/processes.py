@@ -64,9 +64,9 @@ class TorchProcesses(Processes):
         size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(
-                "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
-                f"Received: num_replicas={num_replicas}, with {size} process(es). "
-                f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
+                "`num_replicas` must be the number of processes, because on PyTorch each replica is one process. "
+                f"Received: num_replicas={num_replicas}, with {size} process(es). Start the program with: torchrun "
+                f"--nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
             )
         with equal_initial_weights():
             yield from self._open(size, rank, timeout)

@@ -63,7 +63,7 @@ def consolidate(path: str | os.PathLike[str], filepath: str | os.PathLike[str]) 
     if target.endswith(".keras") and config is None:
         raise ValueError(
             f"Keras could not serialize the model of {checkpoint.folder!r}. Write a '.weights.h5' file instead, and "
-            "load it into a model. A model with `get_config` can be serialized."
+            "load this file into a model. A model with `get_config` can be serialized."
         )
     unfinished = Unfinished(target)
     try:

@@ -209,10 +209,10 @@ class SumOfParts(ExtensionStage):
         """Raise ValueError: an optimizer with loss scaling must be inside `CrossShard`, not around it."""
         name = type(outer).__name__
         raise ValueError(
-            f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it. Outside, it would skip "
-            "single parts of a batch, and change its scale after each part. "
-            f"Received: inner_optimizer={outer.inner!r}. "
-            f"Use `CrossShard({name}(inner_optimizer), extensions=[VirtualReplicas(...)])`."
+            f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around the `CrossShard`. Outside, "
+            f"`{name}` would skip single parts of a batch, and change the loss scale after each part. Received: "
+            f"inner_optimizer={outer.inner!r}. Use `CrossShard({name}(inner_optimizer), "
+            "extensions=[VirtualReplicas(...)])`."
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:

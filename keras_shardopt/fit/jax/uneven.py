@@ -115,6 +115,5 @@ def _refuse_statistics_of_padding(model: Any, all_rows: int, num_replicas: int) 
                 "If the batch size is not a multiple of the number of replicas, and the optimizer needs per-replica "
                 "gradients, either all `BatchNormalization` layers must be synchronized, or none. Received: "
                 f"{layer.name!r}, unsynchronized next to synchronized layers, with {all_rows} rows on {num_replicas} "
-                "replicas. Call `keras_shardopt.synchronize_batch_normalization(model)`, or use a batch size that is a "
-                "multiple."
+                "replicas. Call `keras_shardopt.synchronize_batch_normalization(model)`, or change the batch size."
             )
