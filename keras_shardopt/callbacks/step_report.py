@@ -274,7 +274,7 @@ class StepReport(keras.callbacks.Callback):
                 self.model.predict_on_batch(rows)
                 found.append(time.perf_counter() - begin)
         except Exception as error:  # such as too little memory on one process, and others must not wait for it
-            warn(f"`StepReport` measures no forward passes, because one failed: {error!r}")
+            warn(f"`StepReport` measures no forward passes, because a forward pass failed: {error!r}")
             self._inputs = []
             return 0.0
         finally:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled:
     compiler = for_backend(_COMPILERS)
     if compiler is None:
-        raise ValueError("Compiling for missing devices is possible only on JAX. Set KERAS_BACKEND=jax.")
+        raise ValueError("Compiling for devices of another machine is possible only on JAX. Set KERAS_BACKEND=jax.")
     missing = compiler.missing_packages(target)
     if missing:
         raise ValueError(f"The compiler for {target.name} is not installed. Run `pip install {' '.join(missing)}`.")

@@ -99,9 +99,9 @@ def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: in
     if others:
         names = [layer.name for layer in layers_of(model) if any(id(state) in others for state in states_of(layer))]
         raise ValueError(
-            "With the gradients of each replica, JAX can divide the `states` of Keras RNNs among replicas, but not the "
-            f"`states` of other layers. Received: `states` in layer {', '.join(map(repr, names))}. Leave out "
-            "`replica_clipnorm`, `replica_transform`, `extensions` and `gradient_accumulation_steps`."
+            "With `replica_clipnorm`, `replica_transform`, `extensions` or `gradient_accumulation_steps`, JAX can "
+            "divide only the states of Keras RNNs among replicas. Received: `states` in layer "
+            f"{', '.join(map(repr, names))}. Leave these options out."
         )
     fit_states(layers, [all_rows] if all_rows % num_replicas == 0 else rows_of_parts(all_rows, num_replicas))
     rows = all_rows // num_replicas

@@ -40,7 +40,7 @@ def _addresses(job: Job) -> list[str]:
     if len(job.hosts) != job.nnodes:
         raise JobError(
             "On TensorFlow each worker needs the addresses of all machines: `--hosts HOST,HOST,...`, ordered by "
-            f"--node-rank, the same on all. Received: {len(job.hosts)} hosts, with --nnodes {job.nnodes}."
+            f"--node-rank, the same on all machines. Received: {len(job.hosts)} hosts, with --nnodes {job.nnodes}."
         )
     first = int(str(job.coordinator).rpartition(":")[2])
     return [f"{host}:{first + i}" for host in job.hosts for i in range(job.nproc)]

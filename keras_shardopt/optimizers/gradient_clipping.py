@@ -143,7 +143,7 @@ def clip_by_global_norm(
     is_list = isinstance(t_list, (list, tuple))
     odd = [t for t in t_list if t is not None and not _is_numbers(t)] if is_list else []
     if odd or not is_list:
-        what = f"with {check.with_article(type(odd[0]).__name__)} in it" if odd else check.with_article(t_list)
+        what = f"a list with {check.with_article(type(odd[0]).__name__)}" if odd else check.with_article(t_list)
         raise TypeError(
             f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor in a list."
         )

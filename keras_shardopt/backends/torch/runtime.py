@@ -28,9 +28,9 @@ class TorchRuntime(Runtime):
             size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # checked first for speed
             if size > 1:
                 raise ValueError(
-                    "Several processes were started, but no process group is open, so each would train a separate "
-                    f"model. Received: WORLD_SIZE={size}. Build, compile (with a `CrossShard`) and train the model "
-                    "inside `with keras_shardopt.data_parallel():`."
+                    "Several processes were started, but no process group is open, so each process would train a "
+                    f"separate model. Received: WORLD_SIZE={size}. Build, compile (with a `CrossShard`) and train the "
+                    "model inside `with keras_shardopt.data_parallel():`."
                 )
             return SingleReplica()
         if dist.get_world_size() == 1:

@@ -140,7 +140,7 @@ class Save:
             delete(self.folder)
         if self._problem is not None and index == self._process[1]:
             raise self._problem
-        raise OSError(f"Process {index} could not save its part: {words}")
+        raise OSError(f"Process {index} could not save its part of the checkpoint: {words}")
 
     def _write(self) -> None:
         num_processes, index = self._process

@@ -159,7 +159,7 @@ def _checked(outer_optimizer: Any) -> Any:
         ignored.append("exclude_from_weight_decay")
     if ignored:
         raise ValueError(
-            f"`outer_optimizer` only updates reference weights in sync steps, and ignores `{ignored[0]}`. "
-            f"Received: outer_optimizer={shown(outer)}. Remove this setting, or set it on the inner optimizer."
+            f"`outer_optimizer` updates only the averaged weights, and ignores `{ignored[0]}`. Received: "
+            f"outer_optimizer={shown(outer)}. Remove this setting, or set it on the inner optimizer."
         )
     return outer

@@ -261,6 +261,6 @@ def test_a_forward_pass_for_comparison_changes_no_seed():
 def test_a_forward_pass_for_comparison_can_fail(monkeypatch):
     report = reporting(keras.layers.Dense(1))
     monkeypatch.setattr(report.model, "predict_on_batch", lambda rows: rows / "no number")
-    with pytest.warns(UserWarning, match="measures no forward passes, because one failed"):
+    with pytest.warns(UserWarning, match="measures no forward passes, because a forward pass failed"):
         assert report._seconds_of_forward() == 0.0
     assert report._seconds_of_forward() == 0.0  # without a second warning
