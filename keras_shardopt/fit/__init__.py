@@ -1,8 +1,7 @@
-"""`model.fit` on several replicas, with one folder per backend.
+"""Training with `model.fit` on several replicas (devices or processes), with one folder per Keras backend.
 
-Each folder has a base class `TrainStep`, because Keras's trainer of each backend calls a training step differently.
-`keras_shardopt.update.plugs.step_class` returns the base class, or the subclass that an extension registers for it.
+In each folder, a class `TrainStep` runs one training step. Extensions of this package can replace the class.
 """
 
 TRAINERS = {name: f"keras_shardopt.fit.{name}" for name in ("tensorflow", "jax", "torch")}
-"""The package that trains on each backend; see `keras_shardopt.backends.for_backend`."""
+"""For each Keras backend, the module whose function `prepare` adapts a model to several replicas."""

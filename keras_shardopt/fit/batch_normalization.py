@@ -39,9 +39,9 @@ from keras_shardopt.update.trainer_context import BatchShare, current_share
 _Layer = keras.layers.BatchNormalization
 Layer = TypeVar("Layer")
 
-# PyTorch only: a module with a sum over ranks that gradients pass through.
+# PyTorch only: a module with a differentiable sum over ranks.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
-# TensorFlow only: there, Keras can synchronize `BatchNormalization` over the replicas of a strategy.
+# True on TensorFlow: Keras itself can synchronize `BatchNormalization` there.
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
 # PyTorch only: finds the `torch.nn` modules that a Keras model can contain.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
@@ -105,7 +105,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
 
 
 def synchronized_statistics(model: Any) -> set[int]:
-    """Return the `id` of each moving statistic that is equal on all replicas, because its layer is synchronized."""
+    """Return the `id` of each moving mean and variance in the model's synchronized `BatchNormalization` layers."""
     layers = [each for each in layers_of(model) if isinstance(each, _Layer) and each.synchronized]
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
@@ -119,7 +119,7 @@ def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
         if synchronized:
             layer.synchronized = synchronized
 
-    # Keras takes the arguments of a layer's config from this signature. It does not always follow `functools.wraps`.
+    # Keras reads the arguments of a layer's config from this signature, but does not always follow `functools.wraps`.
     vars(init)["__signature__"] = inspect.signature(in_keras)
     return init
 
@@ -174,7 +174,7 @@ def _local_moments(x: Tensor, valid: Tensor | None, axes: tuple[int, ...]) -> tu
 
 
 def _valid_rows(x: Tensor, part: BatchShare) -> Tensor | None:
-    """Return a mask of the rows that are not padding, broadcastable to `x`; None without padding."""
+    """Return a boolean mask of the rows of `x` that are not padding, or None if no row is padding."""
     if not part.ends_early:
         return None
     if not isinstance(part.local_batch_size, int):

@@ -1,4 +1,4 @@
-"""Callbacks of a prepared model on several processes: all make the same decision, and one process writes.
+"""Adapts the callbacks of `fit` to several processes: all make the same decision, and one process writes.
 
 Callbacks that only write run on the first process, all others on every process. Logs cover all replicas, so a callback
 makes the same decision on every process. If it saves the model, all processes take part, because state may be sharded
@@ -48,7 +48,7 @@ _WRITERS = (
 """Classes of callbacks that only write files, print or send. They run on the first process only."""
 
 _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-"""Keras's callback that writes with Orbax; `()` in older versions without it."""
+"""Keras's `OrbaxCheckpoint` callback; an empty tuple in Keras versions without this callback."""
 
 _NO_BATCH_LOGS = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
 """Classes of callbacks that do not need the logs of every batch; the progress bar reads the logs of some batches."""
@@ -57,9 +57,9 @@ _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Replace Keras's function `save_model` or `save_weights` in all modules that have imported it. Return the new one.
+    """Return a replacement of Keras's `save_model` or `save_weights` that includes optimizer state of all processes.
 
-    For a model after `prepare`, the new function calls `model.save` or `model.save_weights`, to gather sharded state.
+    Modules that have already imported Keras's function get the replacement too.
     """
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
@@ -83,7 +83,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
 
 def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a `set_model` for callback lists that adapts the callbacks of a prepared model to several processes."""
+    """Return a replacement of `CallbackList.set_model` that adapts callbacks to training on several processes."""
 
     @functools.wraps(in_keras)
     def set_model(callback_list: Any, model: Any) -> None:
@@ -100,7 +100,7 @@ def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def callbacks_of_call(model: Any) -> Iterator[None]:
-    """After a call of `fit`, `evaluate` or `predict` inside another one, restore the callbacks of the outer call."""
+    """At the end of this block, restore the model's list of callbacks from before the block."""
     before = running_callbacks(model)
     try:
         yield
@@ -117,7 +117,7 @@ BAR_SECONDS = 0.05
 """The time between two refreshes of Keras's progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""Without a progress bar or another reader of batch logs, no callback needs these logs for this time in seconds."""
+"""The time in seconds for which logs of batches are not needed, if neither a progress bar nor a callback reads them."""
 
 
 class BatchLogs:
@@ -139,7 +139,7 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # A step whose logs are not metrics never calls `show`. Without stored metrics, read its logs in every batch.
+        # If `show` has stored no metrics, read the logs of every batch: a custom step may return other values.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
@@ -188,7 +188,7 @@ def _are_several() -> bool:
 
 
 def _is_for_this_process(callback: Any) -> bool:
-    """Return whether a callback runs on this process. If `_TOGETHER` has a class for the callback, mix it in."""
+    """Return whether a callback runs on this process. Adapt Keras's own callbacks to several processes."""
     if isinstance(callback, _WRITERS) and not is_chief():
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
@@ -293,9 +293,9 @@ def _check_whole(callback: Any) -> None:
 
 @contextlib.contextmanager
 def _saving_together(model: Any) -> Iterator[list[str]]:
-    """In this block, make all processes take part if the model's `save` or `save_weights` is called.
+    """In this block, make the model's `save` and `save_weights` run on all processes together.
 
-    Yields a list of the names of these methods, filled when they are called.
+    Yields a list to which each call adds the name of its method.
     """
     begun: list[str] = []
 

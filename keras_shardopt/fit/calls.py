@@ -30,14 +30,14 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reducers_in(model: Any) -> list[Any]:
-    """Return each `CrossShard` in the optimizers of the model's training step."""
+    """Return each `CrossShard` (a wrapper that averages gradients) among the optimizers of the model's step."""
     return [reducer for optimizer in optimizers_in_step(model) for reducer in cross_shards(optimizer)]
 
 
 def before_reading(reducers: Sequence[Any]) -> None:
-    """Average the weights over replicas if they differ, as between two averages of `LocalSGD`.
+    """Average the weights over replicas before they are read, if replicas train apart (local SGD).
 
-    Called on all processes together, before weights are read.
+    All processes must call this function together.
     """
     for reducer in reducers:
         reducer.pipeline.before_reading()

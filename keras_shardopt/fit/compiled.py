@@ -21,10 +21,10 @@ from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 
-# Names of bool attributes of a model: whether the model
-_WAITS = "_keras_shardopt_waits"  # was compiled before its optimizers were set
-_IS_LEFT = "_keras_shardopt_left_unprepared"  # stays unprepared, as requested or after a warning
-_IS_OF_BLOCK = "_keras_shardopt_of_block"  # was made or compiled in a block that prepares models
+# Names of bool attributes that this file sets on a model.
+_WAITS = "_keras_shardopt_waits"  # whether the model was compiled before its optimizers were set
+_IS_LEFT = "_keras_shardopt_left_unprepared"  # whether the model stays unprepared, as requested or after a warning
+_IS_OF_BLOCK = "_keras_shardopt_of_block"  # whether a `data_parallel()` block with the model prepares models
 
 
 class _Block:
@@ -41,7 +41,7 @@ class _Block:
         object.__setattr__(model, _IS_OF_BLOCK, self.prepares)
 
     def compiled(self, model: Any) -> None:
-        """Prepare a model that was compiled in this block, or warn that its optimizer is no `CrossShard`."""
+        """Call `prepare` for a model that was compiled in this block, or warn that its optimizer is no `CrossShard`."""
         self.constructed(model)
         object.__setattr__(model, _IS_LEFT, not self.prepares)
         set_sharing(model, None if self._auto_shard else False, None)
@@ -55,7 +55,7 @@ class _Block:
 
 
 class _OneReplicaBlock:
-    """A `data_parallel()` block with one replica. It prepares a model only if an extension needs that."""
+    """A `data_parallel()` block with one replica. Calls `prepare` only if an extension of the optimizer needs it."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
@@ -63,7 +63,7 @@ class _OneReplicaBlock:
         """Do nothing when a model is constructed: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Prepare a model if an extension needs that. Otherwise, on PyTorch, run it with `steps_per_execution=1`."""
+        """Call `prepare` if an extension of the optimizer needs it. Otherwise, PyTorch runs one step per execution."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
@@ -77,7 +77,7 @@ _blocks: list[_Block | _OneReplicaBlock] = []
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """In this block, prepare each model that is compiled, if `wanted`. Otherwise mark the models to stay unprepared."""
+    """In this block, call `prepare` for each model that is compiled. If not `wanted`, mark it to be left unchanged."""
     if not are_several and not wanted:
         yield
         return
@@ -106,10 +106,7 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
 
 
 def _prepare_waiting(model: Any) -> bool:
-    """Prepare a model that had no optimizer when it was compiled. Warn if the model still has no `CrossShard`.
-
-    Returns whether the model waited and is prepared now.
-    """
+    """Call `prepare` for a model that was compiled before its optimizers were set. Return whether that happened."""
     if not vars(model).pop(_WAITS, False):
         return False
     if _prepare_if_possible(model):
@@ -119,7 +116,7 @@ def _prepare_waiting(model: Any) -> bool:
 
 
 def _prepare_if_possible(model: Any) -> bool:
-    """Prepare a model if it trains with a `CrossShard`. Return whether it trains with one."""
+    """Call `prepare` if an optimizer of the model is a `CrossShard`. Return whether the model has such an optimizer."""
     reducers = reducers_in(model)
     if any(len(reducer.group_assignment or ()) > 1 for reducer in reducers):
         object.__setattr__(model, _IS_LEFT, True)  # groups train separately, as requested
@@ -130,7 +127,7 @@ def _prepare_if_possible(model: Any) -> bool:
 
 def _warn_of_plain_optimizer(model: Any) -> None:
     if model.optimizer is None or is_prepared(model) or not _train_separately(model):
-        return  # a prepared model needs no warning: its step raises an error
+        return  # after `prepare`, the training step itself raises an error about such an optimizer
     warn(_separate_training(model))
 
 
@@ -139,7 +136,7 @@ def _train_separately(model: Any) -> bool:
 
 
 def _check_trains_together(model: Any) -> None:
-    """Raise ValueError if ranks would train separate copies of a model from a `data_parallel()` block."""
+    """Raise ValueError if ranks (processes) would train separate copies of a model from a `data_parallel()` block."""
     if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
     if not reducers_in(model) and _train_separately(model):
@@ -156,7 +153,10 @@ def _separate_training(model: Any) -> str:
 
 
 def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `fit` that prepares models. If ranks would train separately, it warns or raises ValueError."""
+    """Return a replacement of `Model.fit` that first calls `prepare` if needed.
+
+    It warns or raises ValueError if processes would train separate copies of the model.
+    """
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `train_on_batch` that raises if ranks would train separately."""
+    """Return a replacement of `Model.train_on_batch` that raises ValueError if processes would train separately."""
 
     @functools.wraps(in_keras)
     def train_on_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_prepared(model: Any) -> bool:
-    """Whether an extension of the model's optimizer needs a prepared model even on a single replica."""
+    """Whether an extension of the model's optimizer needs `prepare` even on a single replica."""
     return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
 
 
@@ -197,12 +197,12 @@ def _warn_of_unprepared(model: Any) -> None:
         # Without a process group, `num_replicas` raises ValueError. Then the processes are separate jobs: do not warn.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:
-                object.__setattr__(model, _IS_LEFT, True)  # warn once
+                object.__setattr__(model, _IS_LEFT, True)  # warn only once per model
                 _warn_of_plain_optimizer(model)
         return
     if processes.num_replicas() == 1:
         return
-    object.__setattr__(model, _IS_LEFT, True)  # warn once
+    object.__setattr__(model, _IS_LEFT, True)  # warn only once per model
     warn(
         "A model that several processes train together must be passed to `keras_shardopt.prepare`. Otherwise each "
         "process has its own metrics, callbacks can make different decisions, and uneven parts of a batch have equal "

@@ -119,7 +119,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
 
 def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
-    """Prepare a model that trains with a `CrossShard`. A second call only changes `auto_shard` and `gather`."""
+    """Do the work of `prepare` without checks of arguments. A second call only changes `auto_shard` and `gather`."""
     _refuse_later_methods(model)
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
@@ -134,7 +134,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
 
 
 def _refuse_later_methods(model: Any) -> None:
-    """Raise ValueError if the user has set a method on a prepared model, because it would hide the prepared method."""
+    """Raise ValueError if the user has set a method on the model that would hide a method added by `prepare`."""
     classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreparedModel) and kind is not type(model)]
     later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
     if later:

@@ -53,7 +53,7 @@ def logs_of_epoch(model: Any, logs: Any) -> Any:
 
 @contextlib.contextmanager
 def separate_logs(model: Any) -> Iterator[None]:
-    """In a block that runs a validation, forget the last logs of training. Restore these logs at its end."""
+    """In this block, which runs a validation, forget the logs of the last training step. Restore these at the end."""
     before = vars(model).get(_LAST_LOGS)
     object.__setattr__(model, _LAST_LOGS, None)
     try:

@@ -23,7 +23,8 @@ from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
-# The scope whose block has ended but whose distribution or process group `fit` still needs. The next scope closes it.
+# The `data_parallel` scope whose block has ended but whose distribution or process group `fit` still needs. The next
+# scope closes it.
 _lingering: data_parallel | None = None
 
 
@@ -47,9 +48,9 @@ class data_parallel:
     process with the whole batch; see `keras_shardopt.prepare`. With a plain optimizer, PyTorch ranks would train
     separately: `compile` warns, and `fit` and `train_on_batch` raise.
 
-    Call `model.fit` inside the block or after it. `fit` also prepares a model that was built inside and compiled
-    later. The end of the block restores all changes, with one exception on JAX and PyTorch: if a `CrossShard` from
-    inside is alive, the distribution or process group stays until `close()`, the next scope, or the end of the program.
+    Call `model.fit` inside the block or after it. `fit` also prepares a model that was built inside and compiled later.
+    The end of the block undoes all changes, with one exception on JAX and PyTorch: if a `CrossShard` from inside is
+    alive, the distribution or process group stays until `close()`, the next scope, or the end of the program.
 
     All processes make the same calls with the same data. Each uses its rows of every batch, and `batch_size` is the
     global batch size. To pass data that is already split, use `shard_data` or `auto_shard=False`. Models start with
@@ -140,10 +141,10 @@ class data_parallel:
             self._open.close()
 
     def close(self) -> None:
-        """Restores all changes of the scope.
+        """Undoes all changes that the scope has made, such as the distribution or process group.
 
-        On JAX and PyTorch, a model from inside the scope cannot train afterwards: its replicas would repeat the same
-        work or diverge, so `fit` raises an error.
+        On JAX and PyTorch, a model that was built inside the scope cannot train afterwards: `fit` raises an error,
+        because replicas would repeat the same work or diverge.
         """
         global _lingering
         if _lingering is self:

@@ -1,4 +1,4 @@
-"""How processes share the data of a prepared model: the settings, and checks that all processes agree."""
+"""How processes share the data of `fit`: the settings, and checks that all processes agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_shardopt.data.split_data import is_split
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Settings of a prepared model for the data of `fit`, `evaluate` and `predict` on several processes."""
+    """Settings for the data of `fit`, `evaluate` and `predict` on several processes."""
 
     auto_shard: bool = True
     """Whether all processes receive the same data, and each uses its part of every batch."""
@@ -29,13 +29,13 @@ _SHARING = "_keras_shardopt_sharing"
 
 
 def sharing_of(model: Any) -> Sharing:
-    """Return how processes share the data of a model."""
+    """Return the model's settings for the data of several processes, or the default settings."""
     sharing: Sharing = vars(model).get(_SHARING, Sharing())
     return sharing
 
 
 def set_sharing(model: Any, auto_shard: bool | None, gather: bool | None) -> None:
-    """Change how processes share the data of a model. None keeps the present setting."""
+    """Change the model's settings for the data of several processes. None keeps the present value."""
     given = {"auto_shard": auto_shard, "gather": gather}
     changed = {name: value for name, value in given.items() if value is not None}
     object.__setattr__(model, _SHARING, dataclasses.replace(sharing_of(model), **changed))

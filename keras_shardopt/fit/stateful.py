@@ -89,10 +89,10 @@ def batch_sizes(iterator: Any) -> list[int]:
 
 @contextlib.contextmanager
 def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: int) -> Iterator[None]:
-    """In a block, give stateful layers the states of one replica's rows. The step is traced once for all replicas.
+    """In this block, give stateful layers only the states of one replica's rows.
 
-    `index` is the replica's index, a traced value. The states must have `all_rows` rows, like the batch, and the number
-    of replicas must divide them; otherwise ValueError.
+    `index` is the replica's index, a traced value. Raise ValueError unless the states have `all_rows` rows, and
+    `num_replicas` divides this number.
     """
     layers = [layer for layer in stateful_layers(model) if layer.states is not None]
     others = ids_of_states(model) - {id(state) for layer in layers for state in states_of(layer)}

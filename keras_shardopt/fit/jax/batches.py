@@ -52,14 +52,14 @@ _KerasEpochIterator = jax_trainer.JAXEpochIterator
 
 
 def allow_uneven() -> None:
-    """Allow batches that do not divide evenly among devices, from now on, under the active distribution."""
+    """Allow batches that do not divide evenly among devices, from now on, under the active `keras.distribution`."""
     distribution = keras.distribution.distribution()
     if distribution is not None:
         vars(distribution)[_ALLOWS_UNEVEN] = True
 
 
 def _check_divides(num_rows: int) -> None:
-    """Raise ValueError if rows do not divide evenly among replicas, for an unprepared model under `data_parallel`."""
+    """Raise ValueError if rows do not divide evenly among replicas, and `prepare` was not called."""
     distribution = keras.distribution.distribution()
     if distribution is None or MADE_HERE not in vars(distribution) or allows_uneven(distribution):
         return
@@ -78,20 +78,20 @@ def allows_uneven(distribution: Any) -> bool:
 
 
 def is_together() -> bool:
-    """Whether several processes iterate over the batches of a prepared model together."""
+    """Whether several processes train together under a distribution that allows uneven batches."""
     return jax.process_count() > 1 and allows_uneven(keras.distribution.distribution())
 
 
 @jax.tree_util.register_pytree_node_class
 class PaddedBatch:
-    """A batch padded with copies of its first row. The number of other rows is static, so steps can slice them out."""
+    """A batch padded with copies of its first row. Compiled steps use the static row count to remove the padding."""
 
     def __init__(self, data: Any, num_rows: int) -> None:
         self._data = data
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """Return the rows without padding. XLA can divide any number of rows among devices: it pads them internally."""
+        """Return the batch without padding. XLA itself can divide any number of rows among devices."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
@@ -110,7 +110,7 @@ def is_padded(data: Any) -> bool:
 
 
 def valid_rows(data: Any) -> Any:
-    """Return a batch without padding, as the methods of the model receive it."""
+    """Return a batch without the rows that pad it."""
     return jax.tree.map(lambda leaf: leaf.rows() if _is_padded_batch(leaf) else leaf, data, is_leaf=_is_padded_batch)
 
 
@@ -142,7 +142,7 @@ def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: 
     pads = _pads.get() if pads is None else pads
     distribution = keras.distribution.distribution()
     if not allows_uneven(distribution):
-        # Skip stacks of batches (Keras 3.16), because their first dimension is not that of rows.
+        # Skip this check for stacks of several batches (Keras 3.16), because their first dimension is not the rows.
         if not (kwargs.get("is_super_batch") or any(args[1:])):
             _check_divides(num_rows(data))
         return _distribute_in_keras(data, *args, **kwargs)
@@ -223,7 +223,7 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
-    """Put data on the devices, with this layout of dimensions over devices. Every process must have all of the data."""
+    """Put data on the devices, divided according to `layout`. Every process must have all of the data."""
     sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
@@ -240,7 +240,7 @@ def _joined(data: Any, num_rows: int) -> Any:
 
 
 class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Iterator of batches that ends on all processes together: those without a batch left take part with zero rows."""
+    """Yields batches until all processes have none left. A process without a batch takes part with zero rows."""
 
     def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
         self._model = model = caller_instance()  # found on the call stack, because Keras does not pass the model
@@ -256,12 +256,13 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
-        # Keras builds the model from the first batch, so do not pad that batch. Afterwards `reset` sets `_pads`. But
-        # `predict` (without `y`) calls `reset` only if it builds the model. For a built model, set `_pads` here.
+        # Keras builds the model from the first batch, so do not pad that batch. `reset` sets `_pads` later, but
+        # `predict` (without `y`) of a built model does not call `reset`.
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # An `ArrayDataAdapter` shuffles when its first batch is read (in `parts`), so `__next__` needs no shared draws.
+        # An `ArrayDataAdapter` shuffles when its first batch is read (in `parts`), so `__next__` draws no random
+        # numbers.
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
@@ -269,7 +270,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some processes have the whole data. Warn if all have the same part, unless that `is_meant`."""
+        """Raise ValueError if some processes have all data, others a part. Unless `is_meant`, warn of equal parts."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -344,7 +345,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that all processes load whole, divided among devices. Raise ValueError if batches differ."""
+        """Yield batches that all processes load whole, divided among devices. Raise ValueError if they differ."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():
@@ -373,7 +374,7 @@ def _takes_whole(model: Any, *data: Any) -> bool:
 
 
 def _start_equal(model: Any) -> None:
-    """Make the values of model and optimizers equal on all processes. If some differ, take those of process 0."""
+    """Make the values of model and optimizers equal on all processes. If values differ, all take those of process 0."""
     variables, state = list(model.variables), state_of(model)
     # If counts differ, a process has not built its model. Return, because the optimizer raises an error for this later.
     counts = announce("compares the values of a prepared model", len(variables) + len(state))

@@ -66,10 +66,9 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 
 
 def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Return the optimizer state for the code inside a `shard_map`, with None for per-replica and sharded variables.
+    """Return the optimizer state with None for variables that are sharded or differ between replicas.
 
-    Inside, only `scale_loss` and the stages of `CrossShard` read the state, and they read none of these variables. A
-    sharded variable would be gathered on every device.
+    Code inside the `shard_map` does not need these variables, and would gather a sharded variable on every device.
     """
     per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}

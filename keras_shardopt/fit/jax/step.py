@@ -1,4 +1,4 @@
-"""The training step of a prepared model on JAX, with per-replica gradients if the optimizer needs them.
+"""The training step on JAX of a model passed to `prepare`, with per-replica gradients if the optimizer needs them.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model._update_metrics_variables` - the second half of the trainer's step.
@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
 
     grads: Any
-    """The result of `_reduced`. For accumulation: the gradients of all replicas, stacked along a first dimension."""
+    """The reduced gradients and facts about them; with gradient accumulation, the stacked gradients of all replicas."""
 
     loss: Any
     y_pred: Any
@@ -76,7 +76,7 @@ class TrainStep:
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether to replace Keras's step: an option, or accumulation (`stacks`), needs per-replica gradients."""
+        """Whether the optimizer, or gradient accumulation (`stacks`), needs each replica's own gradients."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
@@ -119,14 +119,14 @@ class TrainStep:
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run forward and backward pass, and reduce gradients. All rows update the metrics of losses as one batch."""
+        """Run the forward and backward pass, reduce gradients over replicas, and update the metrics of losses."""
         grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
 
 
 def step_of(model: Any) -> TrainStep:
-    """Return the step for the optimizer of a prepared model."""
+    """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
     reducers = reducers_in(model)
     step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
     return step
@@ -136,9 +136,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        A tuple: the result of `_reduced` (if `stacks`, the gradients of all replicas along a first dimension); the loss
-        of the whole batch; the predictions of all rows and their masks; and the non-trainable variables. Moving
-        statistics are means over replicas, because each replica normalizes with its own rows.
+        A tuple: the reduced gradients and facts about them (if `stacks`, the gradients of all replicas along a first
+        dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
+        variables. Moving statistics are means over replicas, because each replica normalizes with its own rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
@@ -188,9 +188,9 @@ def _stacked(reducer: Any, step: Step) -> Any:
 
 
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
-    """Reduce the gradients in `step`. Return `grads`, `found_inf`, `notes` and `own` of the resulting `Step`.
+    """Reduce the gradients in `step` over replicas. Return `grads`, `found_inf`, `notes` and `own` of the result.
 
-    `carried` and `own` are this replica's values before and after it, such as rounding errors of compression.
+    `carried` has the values that this replica keeps between steps, such as rounding errors of compression.
     """
     # Take the scale of the outermost optimizer, because a wrapper around the `CrossShard` can scale the loss too.
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]

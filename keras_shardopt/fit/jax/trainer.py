@@ -188,7 +188,7 @@ def _without_padding(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _new_function(model: Any, name: str) -> Iterator[None]:
-    """In this block, replace a step by a new function. Otherwise JAX would reuse the trace of an earlier `compile`."""
+    """In this block, replace the model's method `name` by a new function. Otherwise JAX reuses an old trace."""
     if name in vars(model):  # keep a step that the user has set
         yield
         return

@@ -70,15 +70,14 @@ def _padded_to(array: Tensor, like: Any) -> Tensor:
 
 
 def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
-    """Return a `BatchShare` for a part with `count` rows. Only an empty part has padding, one row of it."""
+    """Return the row counts of one replica and of the batch. A replica without rows gets one row of padding."""
     return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
 
 
 def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
-    """Call `function` with this replica's rows of a batch. Its losses divide by the counts of the whole batch.
+    """Return `function` of this replica's rows of a batch, without the padding that `data` has.
 
-    Counts are, for example, row counts or sums of weights. `data` has this replica's rows with padding. `all_rows` is
-    the number of rows of the batch.
+    Losses in `function` divide by totals over the whole batch, such as its row count `all_rows`.
     """
     size, index = replicas.num_replicas, replicas.replica_id
     is_even = all_rows % size == 0

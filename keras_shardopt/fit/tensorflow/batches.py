@@ -15,14 +15,16 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches, by a text that a step receives with its batch. A new text makes TensorFlow trace the step again.
+# The specs of batches. The key is a text that a step receives next to its batch; a new text makes TensorFlow trace the
+# step again.
 _SPECS: dict[str, Any] = {}
 
 
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
     """Return the specs of the tensors of a batch, or of a dataset's `element_spec`.
 
-    The number of rows in the specs is None (unknown). With `num_parts`, it is that of the first of so many parts.
+    The number of rows in the specs is None (unknown). With `num_parts`, it is the row count of the first of so many
+    parts.
     """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
@@ -90,7 +92,7 @@ def restored(spec: Any, tensors: Any) -> Any:
 
 
 def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without None, because a strategy cannot divide None. `unpacked` inserts each None again."""
+    """Return the dataset without entries that are None, because a strategy cannot divide these."""
     spec = spec_of(dataset.element_spec)
     if None not in tf.nest.flatten(spec):
         return dataset
@@ -100,7 +102,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """Pack one part per replica of this process. Return the packed parts, and the key under which `spec` is stored."""
+    """Pack the batches of this process's replicas. Return these, and the key under which `spec` is stored."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)

@@ -1,4 +1,4 @@
-"""One step of a prepared model on TensorFlow."""
+"""One training or test step on TensorFlow of a model passed to `prepare`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainStep:
     """Runs Keras's step on a replica's rows. Extensions override some methods."""
 
     divides_batches = False
-    """Whether the step, not Keras, divides batches (with its method `distribute`), also on one replica."""
+    """Whether the method `distribute` divides batches instead of Keras, also on one replica."""
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
@@ -39,10 +39,10 @@ class TrainStep:
         self.reducers = reducers
 
     def prepare(self) -> None:
-        """Called by `prepare(model)`."""
+        """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def begin_call(self) -> None:
-        """Called when `fit` or `evaluate` begins. Raises ValueError if the step cannot run."""
+        """Called when `fit` or `evaluate` begins. Extensions override it to check that the step can run."""
 
     def num_parts_of(self, num_replicas: int) -> int:
         """Return the number of parts into which a batch is divided. Default: one per replica."""
@@ -53,7 +53,7 @@ class TrainStep:
         raise NotImplementedError
 
     def check_dataset(self, dataset: Any) -> None:
-        """Raise ValueError for a dataset that the step cannot use. Called before a model is built from it."""
+        """Raise ValueError for a dataset that the step cannot use. Called before the model is built."""
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
         """Return the function that takes an iterator and runs compiled steps on its batches. Default: `make()`."""
@@ -116,7 +116,7 @@ OTHER_ROWS = "another number of rows on a replica"
 
 
 def _log_whole_losses(model: Any) -> None:
-    """Make each `Mean` metric that a custom `train_step` updates with a loss log the loss of the whole batch."""
+    """Change each `Mean` metric, so a loss that a custom `train_step` logs becomes the loss of the whole batch."""
     for metric in model.metrics:
         is_mean = type(metric).update_state is keras.metrics.Mean.update_state
         if is_mean and "update_state" not in vars(metric):
@@ -129,7 +129,7 @@ def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
 
 
 def step_of(model: Any) -> TrainStep:
-    """Return the step for the optimizer of a prepared model."""
+    """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
     reducers = reducers_in(model)
     step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
     return step
@@ -140,7 +140,7 @@ _of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_
 
 @contextlib.contextmanager
 def calling(step: TrainStep) -> Iterator[None]:
-    """In a block that runs `fit`, `evaluate` or `predict`, use this step to divide the batches."""
+    """In this block, which runs `fit`, `evaluate` or `predict`, divide batches with this step."""
     token = _of_call.set(step)
     try:
         yield
@@ -149,6 +149,6 @@ def calling(step: TrainStep) -> Iterator[None]:
 
 
 def step_of_call(model: Any) -> TrainStep:
-    """Return the step of the running call. If a callback runs another model, return a plain `TrainStep`."""
+    """Return the step that `calling` has set for this model; for another model, a plain `TrainStep`."""
     step = _of_call.get()
     return step if step is not None and step.model is model else TrainStep(model, [])

@@ -186,7 +186,7 @@ def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], 
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Copies batches before dividing them, because a step would overwrite NumPy arrays that share memory with them."""
+    """Copies each batch before dividing it, because a step could overwrite NumPy arrays that share its memory."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of this class or, with several workers, a `WorkersIterator`."""

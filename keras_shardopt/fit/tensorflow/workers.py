@@ -1,9 +1,9 @@
-"""`fit` of a prepared model under a `MultiWorkerMirroredStrategy`, which Keras's trainer does not support.
+"""Runs `fit` under a `MultiWorkerMirroredStrategy`, which Keras's trainer does not support.
 
 Keras splits the logs of replicas with methods that this strategy lacks, and lets the strategy divide the data. Here,
 each worker iterates over batches in Python, as processes do on other backends. If all workers load the same batches,
-each uses its rows of every batch; otherwise each uses batches of its data. Workers exchange a message before every
-batch, so all raise an error if one worker runs a different method or has different data.
+each uses its rows of every batch; otherwise each uses batches of its data. Workers communicate before every batch, so
+all raise an error if one worker runs a different method or has different data.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether Keras splits logs in this way.
@@ -57,7 +57,7 @@ from keras_shardopt.wrapping.chain import shared_variables
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A running call of a prepared model, such as `fit`."""
+    """A running call of a model's method, such as `fit`."""
 
     model: Any
     name: str
@@ -84,7 +84,7 @@ def are_several(model: Any) -> bool:
 
 
 def is_running() -> bool:
-    """Whether a call of a prepared model runs on several workers."""
+    """Whether a call such as `fit` of a model passed to `prepare` runs on several workers."""
     return _running.get() is not None
 
 
@@ -92,13 +92,13 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
-    """Whether Keras must split logs by replica. False for prepared models, because their logs are equal on all."""
+    """Whether Keras must split logs by replica: not inside `calling`, because logs are then equal on all replicas."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
 @contextlib.contextmanager
 def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
-    """Run the method `name` of `model` on all workers. Yield a function that calls it; only worker 0 prints."""
+    """In this block, all workers run the method `name`. Yield a function to call it, which prints on worker 0 only."""
     if not are_several(model):
         yield lambda real, *args, **kwargs: real(*args, **kwargs)
         return
@@ -136,7 +136,7 @@ class _NoSharding:
 
 
 class WorkersIterator(tensorflow_trainer.TFEpochIterator):
-    """Iterator of batches that ends on all workers together: those without a batch left take part with zero rows."""
+    """Yields batches until all workers have none left. A worker without a batch takes part with zero rows."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise if only some workers have the whole data. Warn if all have the same part, unless that `is_meant`."""
+        """Raise ValueError if some workers have all data, others a part. Unless `is_meant`, warn of equal parts."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -224,7 +224,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             yield self._divided(batch)
 
     def _whole_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this worker's rows of batches that all workers load whole. Compare each batch."""
+        """Yield this worker's rows of batches that all workers load whole. Compare the batches of all workers."""
         num_replicas = self._strategy.num_replicas_in_sync
         for step in itertools.count():
             with self._drawing():
@@ -255,7 +255,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
-    """Yield batches packed for a step (see `packed`). Pack those of `train_on_batch`, with this worker's rows only."""
+    """Yield batches in the form that `packed` returns. Plain tensors, as in `train_on_batch`, are packed first."""
     for batch in iterator:
         is_divided = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in keras.tree.flatten(batch))
         if not is_divided:
@@ -270,7 +270,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
-    """Return a batch as tensors. If `batch` is None, return a batch without rows: this worker has never had one."""
+    """Return a batch as tensors. If `batch` is None, return a batch without rows, if the worker never had one."""
     if batch is None:
         return tf.nest.map_structure(_no_rows, spec)
     flat = tf.nest.flatten(spec)
@@ -346,7 +346,7 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
 
 
 def _start_equal(model: Any) -> None:
-    """Make the values of model and optimizers equal on all workers. If some differ, take those of worker 0."""
+    """Make the values of model and optimizers equal on all workers. If values differ, all take those of worker 0."""
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
     variables = [v for v in [*model.variables, *state] if not reading_is_collective([v])]

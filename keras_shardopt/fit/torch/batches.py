@@ -1,4 +1,4 @@
-"""The batches of a rank: its rows of batches that all ranks load, or batches of separate data.
+"""The batches of a rank (a process of PyTorch): its rows of batches that all ranks load, or batches of separate data.
 
 In both cases, all ranks take the same number of steps.
 
@@ -66,7 +66,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _session(self) -> Session | None:
-        """Return the session (the shared state) of the running call if all ranks run it together, otherwise None."""
+        """Return the state that all ranks share about the running call, or None if this rank runs alone."""
         session = running.get()
         return None if session is None or session.model is not self._model or session.ranks is None else session
 
@@ -109,7 +109,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return keras.device("cpu") if self._divides_on_host else contextlib.nullcontext()
 
     def _get_iterator(self) -> Any:
-        """Return the `DataLoader`. In `fit` of a prepared model, call `set_epoch` of its samplers before."""
+        """Return the `DataLoader`. In `fit`, first call `set_epoch` of its samplers with the number of the epoch."""
         loader = super()._get_iterator()
         if SESSION in vars(self._model) and running_local("fit", "epoch_iterator") is self:
             epoch = running_local("fit", "epoch")  # None while `fit` builds the model
@@ -153,7 +153,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         if self._has_ended:
             self._step += 1
             if self._is_whole and self._is_sized and phase is not Phase.PREDICT_BATCH:
-                raise StopIteration  # without a message: `end_epoch` compares the ranks' numbers of batches
+                raise StopIteration  # without communication, because `end_epoch` compares the ranks' numbers of batches
         if not self._is_compared:
             self._is_compared = True
             session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)

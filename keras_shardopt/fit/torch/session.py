@@ -1,9 +1,8 @@
-"""The state that the ranks share about one prepared model, and the messages that they exchange.
+"""The state that all ranks (processes) share about one model during `fit`, `evaluate` or `predict`.
 
-Before each exchange of tensors, ranks exchange a short message that names the exchange. If ranks do different things
-(one stops, others continue), all raise an error. One message per batch would be the largest cost here. So each rank
-promises that a number of its next batches have the same row count. The ranks then take the smallest promised number of
-batches without messages. The next message has a checksum of these batches.
+Before ranks exchange tensors, they compare their next actions, such as a training step. If actions differ, all ranks
+raise an error. To save time, ranks agree on a number of next batches with equal row counts, and skip the comparison for
+these. The next comparison includes a checksum of the skipped batches.
 
 Private names of Keras touched here (a test checks that each exists):
     `Optimizer._trainable_variables` - the variables of the optimizer's `build`.
@@ -56,7 +55,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The actions before which ranks exchange a message. Errors name an action as "rank 0 " and its value."""
+    """The actions that ranks compare before they exchange tensors. Errors contain the texts."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -84,7 +83,7 @@ class Session:
         self.mine: int | None = None
         """The number of rows of this rank in the next batch; None if the step does not involve the other ranks."""
         self._rows: list[int] = []
-        """The number of rows of each rank in the next batch; out of date while a message is pending."""
+        """The number of rows of each rank in the next batch; outdated until `confirm` has received the numbers."""
         self.shares_logs = False
         """Whether some rank reads the logs of the next batch. Then all ranks must average these logs."""
         self.last_rows = 0
@@ -96,13 +95,13 @@ class Session:
         """Whether the running `fit` splits off validation data from data already divided among ranks."""
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
-        """Waits for all ranks' messages about the next batch, and returns them; None if no message is on its way."""
+        """A function that waits for all ranks' row counts and flags for the next batch, or None."""
         self._is_part = False
         """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
         self._step = 0
         """The index of the next batch in the epoch, if `_is_part`."""
         self._waits: bool | None = None
-        """Whether a step can begin before `confirm` receives the messages; None until `_can_wait` computes it."""
+        """Whether a step can begin before the other ranks' row counts arrive; None until `_can_wait` computes this."""
         self._phase = Phase.TRAIN_BATCH
         self._unreported = _Unreported()
 
@@ -117,7 +116,7 @@ class Session:
 
     @property
     def reducers(self) -> list[Any]:
-        """Each `CrossShard` of the model."""
+        """Each `CrossShard` (a wrapper that averages gradients over ranks) among the model's optimizers."""
         return reducers_in(self.model)
 
     @property
@@ -144,7 +143,7 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """If all ranks run this call (`together`), average weights that differ (`LocalSGD`), before they are read."""
+        """Average weights that differ between ranks (with `LocalSGD`), unless `together` is None."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
@@ -271,7 +270,7 @@ class Session:
         return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
-        """Return `data`, this rank's batch. If it has no rows, repeat the last batch, but count none of its rows.
+        """Return `data`, this rank's batch. Without rows, return the last batch again, and count none of its rows.
 
         Return None if no rank has rows.
         """
@@ -298,8 +297,8 @@ class Session:
             promised = (
                 self._unreported.can_promise_steps(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
             )
-        # Bit 0: this rank reads logs. Bit 1: it has a batch to repeat. Bits 2 to 6: the number of promised batches.
-        # Higher bits: the checksum of the batches since the last message.
+        # Bit 0: this rank reads logs. Bit 1: this rank has a batch to repeat. Bits 2 to 6: for how many batches ranks
+        # need not communicate. Higher bits: the checksum of the batches since ranks last communicated.
         flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
         self._pending = announce_async(phase.value, num, flags)
         add_promised_steps(1)
@@ -307,10 +306,10 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step can begin before the other ranks' messages arrive: it sends no tensors before its loss."""
+        """Whether a step can begin before the other ranks' row counts arrive: its forward pass does not communicate."""
         if self._waits is None:
             # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
-            # step must not contain `confirm`. These steps confirm before they begin.
+            # step must not contain `confirm`. For these, `confirm` runs before the step.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -318,7 +317,7 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Receive the messages of all ranks about the next batch, such as row counts. All raise if ranks disagree."""
+        """Receive the row counts of all ranks for the next batch. All raise ValueError if their batches differ."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -390,7 +389,7 @@ class Session:
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
         """Gather the outputs of all ranks for a batch, in the order of its rows. Rank i has `rows[i]` of the rows."""
         assert self.ranks is not None
-        add_promised_steps(-1)  # the step ends here, because the exchanges below begin with a message
+        add_promised_steps(-1)  # the step ends here: the exchanges below check again that all ranks take part
         mine = rows[self.ranks.replica_id]
         num_run = max(mine, 1)  # a rank without rows has run the model on one row
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
@@ -436,7 +435,7 @@ class Session:
         return {**logs, **{name: total / rows for name, total in zip(floats, totals)}} if rows else logs
 
     def end_epoch(self) -> None:
-        """End an epoch on all ranks. All raise ValueError if their batches since the last message differ."""
+        """End an epoch on all ranks. All ranks raise ValueError if they had different batches."""
         messages = self.exchange(Phase.END_OF_EPOCH, self._unreported.num_batches, self._unreported.mark)
         nums = [num for num, _ in messages]
         if len(set(nums)) > 1:
@@ -451,7 +450,7 @@ class Session:
         self._unreported.reported(0)
 
     def begin_epoch(self) -> None:
-        """Cancel the batches that the last message promised, because the last epoch may have ended early."""
+        """Compare the first batch of the new epoch again, even if the last epoch has ended early."""
         self._unreported.reported(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
@@ -473,14 +472,14 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""A message promises fewer batches than this number. The number of promised batches thus fits in 5 bits."""
+"""The number of batches without communication is smaller than this, so it fits in 5 bits."""
 
 _NOTHING_YET = -1
-"""The number of promised batches when an epoch begins. It is negative, so the first message promises none."""
+"""The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
 
 
 class _Unreported:
-    """The batches since the last message, which the next message reports, and the number of batches still promised."""
+    """Counts the batches since ranks last communicated, and the next batches for which they need not communicate."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -497,14 +496,14 @@ class _Unreported:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def is_promised(self) -> bool:
-        """Whether all ranks have promised this batch, so it needs no message. Uses up one promise."""
+        """Whether this batch needs no communication. Each call uses up one of the batches that ranks have agreed on."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
         return True
 
     def can_promise_steps(self, num_equal: int, seconds: float) -> int:
-        """Return how many of the next batches to promise: at most `num_equal`, and those that end within `seconds`."""
+        """Return for how many batches to skip communication: at most `num_equal`, ending within `seconds`."""
         if num_equal <= 0 or not can_promise_steps():
             return 0
         now = time.monotonic()
@@ -513,7 +512,7 @@ class _Unreported:
         return max(wanted, 0)
 
     def reported(self, num_promised: int) -> None:
-        """Clear the batches, because a message has reported them. Store how many batches that message promised."""
+        """Clear the counts after ranks have communicated. For the next `num_promised` batches, they will not."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         add_promised_steps(self._num_promised - before)

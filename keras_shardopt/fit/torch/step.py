@@ -1,4 +1,4 @@
-"""One step of a prepared model on PyTorch, and the average over ranks of state that differs between them."""
+"""One step on PyTorch of a model passed to `prepare`, and the average over ranks of moving statistics."""
 
 from __future__ import annotations
 

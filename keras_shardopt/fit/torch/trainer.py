@@ -169,7 +169,7 @@ def train_separately(model: Any) -> bool:
 
 
 def step_one_by_one(model: Any) -> None:
-    """Make an unprepared model run with `steps_per_execution=1`, as a prepared model does."""
+    """Make a model run with `steps_per_execution=1`."""
     mix_in(model, _OneByOne)
 
 
