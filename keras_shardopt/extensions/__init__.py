@@ -1,4 +1,4 @@
-"""Optional features that change an update of `CrossShard`. Importing this package registers them."""
+"""Optional features of `CrossShard`, such as gradient compression. Importing this package registers the features."""
 
 from keras_shardopt.extensions import coding, equal_bits, local_sgd, noise
 

@@ -46,11 +46,11 @@ class Reduced(NamedTuple):
 
 
 Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
-"""Runs a reduction: yields each collective as (kind, tensors), and receives its result. Each all-reduce is a sum."""
+"""A generator that yields each collective of a reduction as (kind, tensors), and receives the collective's result."""
 
 
 class Compression(Configured):
-    """Base class of gradient codecs.
+    """Base class of gradient codecs, which compress gradients before replicas exchange them.
 
     Args:
         error_feedback: bool, True by default. Whether each replica adds its compression errors to its next gradients.

@@ -1,8 +1,7 @@
 """Buckets (groups of gradients) that are encoded and reduced during the backward pass, with several collectives each.
 
-While one bucket is being sent, the backward pass fills the next one. When this is full, the second collective of the
-sent bucket starts, then the first collective of the full one. The other collectives start after the backward pass. All
-ranks therefore start the same collectives in the same order, independent of their speed.
+The second collective of a bucket starts when the next bucket is full, and later collectives after the backward pass.
+All ranks therefore start the same collectives in the same order, independent of their speed.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """Description of an error while encoding, for the message of the step. "" if there was none."""
+        """The description of an encoding error, for the error of the training step; empty without an error."""
         self.transfer: Any = None
         """The `Coded` object of this step. Its method `legs_of` encodes this bucket and yields the collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
-        """The collectives of the last reduction as (kind, tensors). `release` empties it."""
+        """The collectives of the last reduction as (kind, tensors). `release` empties this list."""
         self.results: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # does not hold a `Work`, so connections can close
+        self._receive: Callable[[], list[Tensor]] | None = None  # holds no `Work`, so connections can close
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""

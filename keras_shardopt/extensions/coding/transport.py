@@ -1,4 +1,4 @@
-"""How encoded gradients are reduced: `Coded` runs one reduction, `CodedTransport` stores variables between them."""
+"""How encoded gradients are reduced: `Coded` runs one reduction, and `CodedTransport` stores variables in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""Prefix of the key under which `Step.notes` has a variable's matrix of `PowerSGD`. The variable's index follows."""
+"""The start of a key in `Step.notes`, for the `PowerSGD` matrix of a variable. The variable's index follows."""
 
 # TensorFlow only, because there a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
@@ -52,7 +52,7 @@ class CodedTransport(Transport):
         self.residuals: list[Variable] = []
         """This replica's compression errors, one variable per trainable variable, divided by the loss scale."""
         self.factors: dict[int, Variable] = {}
-        """The matrices that the next reduction starts from, by the position of the trainable variable."""
+        """The `PowerSGD` matrices for the next reduction. The key is the index of the trainable variable."""
         self._context = context
         self._is_stacked = False
 
@@ -94,7 +94,7 @@ class CodedTransport(Transport):
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
     def keep(self, step: Step) -> Step:
-        """Assign new compression errors (`step.own`) and `PowerSGD` matrices. Return `step` without both."""
+        """Assign new compression errors (`step.own`) and `PowerSGD` matrices. Return `step` without these."""
         for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
@@ -109,7 +109,7 @@ class CodedTransport(Transport):
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of `tensors`, such as the weight changes of `LocalSGD`. Send them encoded.
+        """Return the means over replicas of tensors that are sent encoded, such as weight changes of `LocalSGD`.
 
         Raises:
             ValueError: if the backend does not support the codec.
@@ -146,7 +146,7 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # Without a gradient on this replica, a variable's compression error stays here: perhaps no replica has one.
+        # If this replica has no gradient of a variable, keep the compression error: perhaps no replica has a gradient.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
         # Gradients contain this factor, the loss scale. Compression errors (residuals) are stored without the factor.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
@@ -198,7 +198,7 @@ class Coded(Transfer):
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
     def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors to encode (gradients plus earlier errors), and their `PowerSGD` matrices (None: none)."""
+        """Return the tensors to encode (gradients plus earlier errors), and their `PowerSGD` matrices or None."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
@@ -248,7 +248,7 @@ class Coded(Transfer):
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
-        """Return gradient plus earlier compression error in float32, or a slice of both from element `start` on."""
+        """Return the gradient plus the earlier compression error in float32. With `start`, `tensor` is only a slice."""
         value = dense(tensor, self._variables[place])
         value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
         if not self.codec.error_feedback or place in self._waits:

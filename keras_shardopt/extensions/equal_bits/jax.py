@@ -1,12 +1,11 @@
-"""The JAX step of `VirtualReplicas`: each batch is divided into a fixed number of parts; a replica loops over its own.
+"""The JAX step of `VirtualReplicas`: a batch has a fixed number of parts, and each replica loops over its parts.
 
 XLA fuses an operation with the operations around it, so the same operation rounds differently in different programs. A
-loop body is compiled separately, and here its shapes do not depend on the number of replicas, so its rounding does not
-either. Changes of moving statistics are summed in the same binary tree as gradients.
+loop body is compiled separately. Its shapes here do not depend on the number of replicas, so neither does its rounding.
+Changes of moving statistics are summed in the same binary tree as gradients.
 
-XLA also removes duplicate computations (its CSE pass), for several devices later than for one device. Passes in between
-simplify a value depending on how often it is used: for example, a softmax divides by a sum, or multiplies by 1/sum.
-Therefore these steps are compiled without CSE (`compiled_identically`).
+XLA's removal of duplicate computations (the CSE pass) runs later for several devices than for one device. This can
+change the rounding of operations in between. Therefore these steps are compiled without CSE (`compiled_identically`).
 
 Private names of Keras touched here (a test checks that each exists):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
@@ -155,7 +154,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
                     weights, *parts.starts(index, kept), *own, **arguments
                 )
             sums, last = parts.ends(index, num_rows, kept, changed)
-            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # JAX drops them, but metrics use them
+            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # JAX drops masks, but metrics use them
             return [loss, *sums], None, last, (y_pred, masks)
 
         (loss, *sums), _, last, outputs = parts.over_parts(of_part, replicas, data, num_rounds)
@@ -207,7 +206,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return the values of a part that are summed over parts, and each variable's new value (None if unchanged)."""
+        """Return two lists for a part of the batch: values to sum over all parts, and variables' new values or None."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -233,7 +232,7 @@ class _Parts:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """Return the divisors of losses (such as the sum of a mask), which must be summed over all parts of the batch.
+        """Return the divisors of losses (such as the sum of a mask), summed over all parts of the batch.
 
         This runs the model forward, but XLA removes all computations that the counts do not need.
         """

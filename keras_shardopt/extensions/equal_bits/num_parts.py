@@ -22,7 +22,7 @@ def _nums_parts(reducer: Any) -> list[int]:
 
 
 def num_parts_of(model: Any) -> int:
-    """Return the number of parts per batch for a prepared model that has an optimizer with `VirtualReplicas`.
+    """Return the number of parts per batch, for a model whose optimizer has `VirtualReplicas`.
 
     Raises:
         ValueError: if the model has several optimizers, or layers that `VirtualReplicas` does not support.

@@ -56,7 +56,7 @@ class VirtualReplicas(Extension):
         return cls(arguments["virtual_replicas"])
 
     def to_old(self) -> dict[str, Any]:
-        """Return the former argument of `CrossShard`, so it stays readable on the optimizer."""
+        """Return the former argument of `CrossShard`, so the optimizer still has it as an attribute."""
         return {"virtual_replicas": self.number}
 
     def check(self, options: CrossShardOptions) -> None:

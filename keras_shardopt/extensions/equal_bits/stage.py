@@ -39,7 +39,7 @@ _SMALL = 2**14
 """Up to this number of elements, each replica gathers and adds the sums of all replicas: one collective, not two."""
 
 
-# TensorFlow only: there, replicas are devices of one process, so `Tree` sums tensors without joining them.
+# TensorFlow only: replicas are then devices of one process, and `Tree` sums each tensor separately.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -180,7 +180,7 @@ class Tree(Communicator):
 
 
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a tensor, with its own method if it has one. On PyTorch, `ops.reshape` takes longer than a small sum."""
+    """Reshape a tensor with its method `reshape`, if any. On PyTorch, `ops.reshape` takes longer than a small sum."""
     return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
 
 
@@ -261,7 +261,7 @@ class SumOfParts(ExtensionStage):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return a part's gradients, 0 if the part is empty, and the position of the first non-finite one (or None)."""
+        """Return the gradients of one part of a batch, and the position of the first non-finite gradient or None."""
         return self.weighted(self.after_local(step, part))
 
     def after_local(self, step: Step, part: PartOfBatch) -> Step:
@@ -298,5 +298,5 @@ def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
 
 
 def first_found(found: Tensor, next_one: Tensor) -> Tensor:
-    """Return the position of the first non-finite gradient (0: none) of two parts, from that of each part."""
+    """Combine the positions of the first non-finite gradient in two parts of a batch (0: all gradients are finite)."""
     return ops.where(found > 0, found, next_one)

@@ -1,4 +1,4 @@
-"""The PyTorch step of `VirtualReplicas`: batches have a fixed number of parts; a rank computes its own in turn.
+"""The PyTorch step of `VirtualReplicas`: a batch has a fixed number of parts, and each rank computes some in turn.
 
 Each part runs a Keras step on the variables' values before the batch. Their changes are summed in the same binary tree
 as gradients. A metric adds the sum over all parts. A moving statistic adds its mean change in the parts with rows.
@@ -47,7 +47,7 @@ from keras_shardopt.wrapping.rollback import before_more, watching_layers
 def in_parts(
     session: Session, kept: KeptState, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
 ) -> Any:
-    """Run a step on this rank's parts of a batch, whose rows are `data`. Return the logs of the whole batch."""
+    """Run a step on each of this rank's parts of a batch. Return the logs of the whole batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     reducer, given = session.reducer, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
@@ -264,7 +264,7 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add a part's metrics and changes to the sums; of a part without rows (not `counts`), only mean losses."""
+        """Add a part's metrics and changes to the sums. A part without rows (not `counts`) adds only mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]

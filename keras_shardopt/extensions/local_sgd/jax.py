@@ -46,10 +46,10 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 class _StacksRows(keras.Model):
-    """Mixin of models: creates the variables with a row per replica (`Rows`) before the first training step."""
+    """Mixin of models: before the first training step, creates optimizer variables with one row per replica."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Create the variables of `Rows` if the optimizer needs them, then the training function."""
+        """Create variables with one row per replica, if local SGD needs them. Then create the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # empty if `compile` has set an optimizer without local SGD
             if self.optimizer.built and has_replicas and not local.stacked:
@@ -61,8 +61,8 @@ class _StacksRows(keras.Model):
 class _LocalStep:
     """A step in which each replica updates its own weights and optimizer state, with its share of the batch.
 
-    Inside the `shard_map`, each variable has this replica's value. Outside, the model has the weights of the last sync
-    step until `LocalUpdates.before_reading` assigns the mean over replicas.
+    Inside the `shard_map`, each variable has this replica's value. Outside, the model keeps the last average over
+    replicas until `LocalUpdates.before_reading` assigns a new one.
     """
 
     def __init__(self, model: Any, all_rows: int) -> None:
@@ -163,7 +163,7 @@ class _LocalStep:
         if local.skips:
             iterations = place[id(optimizer.iterations)]
             share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
-        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # True only in the sync step
+        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # whether weights were averaged
         joined = functools.partial(local.sync_statistics, replicas, row_share=jax.numpy.asarray(share))
         return jax.lax.cond(is_sync, joined, lambda values: values, statistics)
 

@@ -24,7 +24,7 @@ _WAS_READ = "_keras_shardopt_looked"
 
 
 def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
-    """Return the `LocalUpdates` stages of these optimizers."""
+    """Return the object that runs local SGD (`LocalUpdates`) of each optimizer that has one."""
     return [
         each
         for optimizer in optimizers
@@ -41,7 +41,7 @@ def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
 
 @contextlib.contextmanager
 def _showing(model: Any) -> Iterator[None]:
-    """Assign the mean over replicas to the weights before the block, which runs a method that reads them."""
+    """Before this block, which runs a method that reads weights, assign the mean over replicas to the weights."""
     before_reading(reducers_in(model))
     object.__setattr__(model, _WAS_READ, True)
     yield

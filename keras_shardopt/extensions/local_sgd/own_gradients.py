@@ -1,4 +1,4 @@
-"""The reducer of local SGD: each replica updates with its own gradients."""
+"""Local SGD: gradients are not averaged, so each replica updates with its own gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives mean weights to code that reads the model between local updates, and restores each replica's weights after it.
+"""Gives mean weights to code that reads the model between local updates, and restores replicas' weights afterwards.
 
 `Copies` is for replicas that have their own copy of each variable. `Rows` is for replicas that share one copy (JAX): it
 adds variables with a row per replica, an index of their first dimension.
@@ -33,11 +33,11 @@ class Copies:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the model has the mean weights now. False after an update, even if no code has called `resume`."""
+        """Whether the model has the mean weights now. False after any update."""
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
-        """Save each replica's values of the variables that can differ. Then assign the mean over replicas to them."""
+        """Save each replica's values of the variables that can differ, then assign their mean over replicas."""
         if self.is_shown:
             return
         positions = self._stage.unsynced()
@@ -95,7 +95,7 @@ class Copies:
         self._shown = []
 
     def states(self) -> list[np.ndarray]:
-        """Return an array per variable: the values of all replicas, stacked on axis 0. All processes must call it."""
+        """Return an array per variable: the values of all replicas, stacked on axis 0. All processes must call this."""
         own = {id(variable): copies for variable, copies, _ in self._shown if self.is_shown}
         mine = [own.get(id(variable)) or placement.replica_values(variable) for variable in self._variables()]
         if replicas_are_processes():
@@ -142,7 +142,7 @@ class Rows:
     """Adds variables with one row per replica, because on JAX all replicas share one copy of each variable.
 
     Each weight, moving statistic and variable of an inner optimizer gets such a variable. Training steps update its
-    rows. The weights of the model keep their values of the last sync step until `show`.
+    rows. The weights of the model keep the last average over replicas until `show` assigns a new one.
     """
 
     is_shown = True
@@ -202,7 +202,7 @@ class Rows:
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
-        # The weights are unchanged if they equal the last sync step's reference weights, or the weights in `_seen`.
+        # The weights are unchanged if they equal the last average over replicas, or the weights in `_seen`.
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.references, trained)]
         is_known = self._has_references and all(map(_is_same, left, now))
         is_known |= not is_stale and all(map(_is_same, self._seen or (), now))
@@ -256,7 +256,7 @@ def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def largest(rows: np.ndarray) -> np.ndarray:
-    """Return the largest row of ints, compared element by element, for counters and for pairs (replica, position)."""
+    """Return the largest row of an integer array. Rows are compared element by element, from the first element on."""
     found: np.ndarray = max(rows, key=lambda row: row.ravel().tolist())
     return found
 

@@ -100,7 +100,7 @@ class LocalSGD(Extension):
         return cls(**{cls._new_name(name): value for name, value in arguments.items()})
 
     def to_old(self) -> dict[str, Any]:
-        """Return the former arguments of `CrossShard`, so they stay readable on the optimizer."""
+        """Return the former arguments of `CrossShard`, so the optimizer still has these as attributes."""
         return {name: getattr(self, self._new_name(name)) for name in self.old_arguments}
 
     @staticmethod
@@ -128,12 +128,12 @@ class LocalSGD(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage that updates with each replica's own gradients, and averages weights in sync steps."""
+        """Return the stage that updates with each replica's own gradients, and averages weights periodically."""
         return [LocalUpdates(self, options, context)]
 
     @property
     def updates_per_sync(self) -> Callable[[Any], Any]:
-        """A function of the number of updates so far (int or tensor): the updates until the next sync step."""
+        """A function that takes the number of updates so far, and returns the number until the next average."""
         every = self.every
         return every if callable(every) else lambda count: every
 

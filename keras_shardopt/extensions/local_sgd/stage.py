@@ -63,9 +63,9 @@ class LocalUpdates(ExtensionStage):
         self.count: Variable = None
         """The number of updates so far."""
         self.last_syncs: Variable = None
-        """The value of `count` at the last sync step of each fragment, shape `(num_fragments,)`."""
+        """The value of `count` when each group of weights (fragment) was last averaged, shape `(num_fragments,)`."""
         self.num_skipped_syncs: Variable = None
-        """The number of sync steps that kept the reference weights, because the mean weights were not finite."""
+        """The number of averages of weights that were not used, because they were not finite."""
         self.references: list[Variable] = []
         self.fragments: list[list[int]] = []
         """For each fragment (group of weights with its own sync steps), the positions of its trainable variables."""
@@ -81,7 +81,7 @@ class LocalUpdates(ExtensionStage):
         self._num_reported: Variable = None
         """`num_skipped_syncs` at the last warning. It is saved, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        """Lists of collectives: by number, those of a fragment's last sync step; by name, those of other exchanges."""
+        """The collectives that were sent, by the index of an averaged group of weights, or by another name."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the reference weights and the state of the outer optimizers. Later calls do nothing.
@@ -157,7 +157,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """All variables that can differ between replicas. On PyTorch, none can before the first local update."""
+        """All variables that can differ between replicas. Empty on PyTorch before the first local update."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.replica_state, *self.stacked] if may_differ else []
 
@@ -189,7 +189,7 @@ class LocalUpdates(ExtensionStage):
         return [kept[id(weights[i])] for i in positions if id(weights[i]) in kept]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Proceed as a warm-up or a local update. If the count of updates is a traced tensor, trace both branches."""
+        """Continue with a warm-up or a local update. If the number of updates is a traced tensor, trace both."""
         warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
@@ -218,7 +218,7 @@ class LocalUpdates(ExtensionStage):
             runtime.cond(condition, make_branch(is_warmup), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Update this replica's weights. Then average each group of weights (fragment) whose sync step is due."""
+        """Update this replica's weights. Then average each group of weights (fragment) for which this is due."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:
@@ -264,7 +264,7 @@ class LocalUpdates(ExtensionStage):
             self._known_count.note(self.count, count)
 
     def _schedule_syncs(self, count: Any) -> None:
-        """Set `last_syncs`, so the fragments' first sync steps are evenly spaced after `count` and the warm-up."""
+        """Spread the first averages of the groups of weights evenly over the updates after `count` and the warm-up."""
         if isinstance(count, int):
             count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments
@@ -277,7 +277,7 @@ class LocalUpdates(ExtensionStage):
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
     def set_references(self) -> None:
-        """Copy the weights to the reference weights. The next average is that of the changes since then."""
+        """Copy the weights to the reference weights, from which the next average computes weight changes."""
         for reference, weight in zip(self.references, self.weights()):
             # Copy, because a JAX step cannot take (donate) the buffer of one array for two variables.
             reference.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), reference.dtype)))
@@ -404,7 +404,7 @@ class LocalUpdates(ExtensionStage):
             trained.assign(ops.cast(ops.convert_to_tensor(weight), dtype_of(trained)))
 
     def _forget_nonfinite(self) -> None:
-        """Replace NaN and infinity in optimizer variables by 0 after a skipped sync step, so they do not spread."""
+        """Replace NaN and infinity in optimizer variables by 0 after an average that was not finite."""
         self.num_skipped_syncs.assign(self.num_skipped_syncs + 1)
         for variable in self.replica_state:
             if keras.backend.is_float_dtype(variable.dtype):
@@ -423,7 +423,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def unsent(self) -> list[Variable]:
-        """The compression errors of this replica. The next sync step adds them to the weight changes that it sends."""
+        """This replica's compression errors, which the next average adds to the weight changes."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def unsynced_statistics(self) -> list[Variable]:
@@ -438,7 +438,7 @@ class LocalUpdates(ExtensionStage):
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
     def before_reading(self) -> None:
-        """Assign the mean over replicas to weights until the next update. All processes must call it."""
+        """Assign the mean over replicas to weights until the next update. All processes must call this together."""
         if self.count is not None:
             self._report()
             self.replica_values.show()
@@ -449,7 +449,7 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.resume(begins_epoch)
 
     def restart(self) -> None:
-        """Continue from the current weights, as if replicas had just averaged them. They must be equal on all."""
+        """Continue from the current weights, which must be equal on all replicas, as if they were a new average."""
         self.set_references()
         self._schedule_syncs(self.num_updates)
         self.transport.reset()
@@ -466,7 +466,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores variables after skipped updates. True on JAX, for variables with replica rows."""
+        """Whether this stage restores variables after skipped updates: if variables have a row per replica (JAX)."""
         return bool(self.stacked)
 
     @property
@@ -477,7 +477,7 @@ class LocalUpdates(ExtensionStage):
     def save_state(self) -> list[np.ndarray]:
         """Return `count` and `last_syncs`, then each variable that can differ, with all replicas stacked on axis 0.
 
-        All processes must call it.
+        All processes must call this together.
         """
         return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_syncs)), *self.replica_values.states()]
 

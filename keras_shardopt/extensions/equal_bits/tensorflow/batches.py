@@ -16,13 +16,14 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# An element of a divided dataset is a dict: a key and the flat tensors of a batch. `_SPECS[key]` is their nesting.
+# An element of a divided dataset is a dict: a key and the flat tensors of a batch. `_SPECS[key]` is the nested
+# structure of these tensors.
 _SPECS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts of a batch. A replica without rows gets one other row: a model must have one."""
+    """The rows of one replica's parts of a batch. A replica without rows gets one row, because a model needs input."""
 
     batch: Any
     all_rows: tf.Tensor
@@ -76,7 +77,7 @@ def is_divided(data: Any) -> bool:
 
 
 def rows_of(data: Any) -> Rows:
-    """Return the `Rows` of a step's data.
+    """Return this replica's rows from the data that Keras passes to a step.
 
     Raises:
         ValueError: if `divide_dataset` or `divide_batch` did not create the data.
@@ -92,7 +93,7 @@ def rows_of(data: Any) -> Rows:
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
-    """Return the batch index of a part's first row. If rows do not divide evenly, the first parts have one row more."""
+    """Return the index of a part's first row. If rows do not divide evenly, the first parts have one more."""
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 

@@ -1,4 +1,4 @@
-"""The TensorFlow step of `VirtualReplicas`: batches have a fixed number of parts; a replica computes its own in turn.
+"""The TensorFlow step of `VirtualReplicas`: a batch has a fixed number of parts, which replicas compute in turn.
 
 TensorFlow's graph optimizer (Grappler) rewrites an operation depending on the operations around it, so rounding would
 depend on the number of replicas. Therefore each part is a separate function that is not inlined, and Grappler's
@@ -144,7 +144,7 @@ def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callab
 
 
 def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
-    """Run a step on this replica's parts of a batch, whose rows are `data`. Return the logs of the whole batch."""
+    """Run a step on each of this replica's parts of a batch. Return the logs of the whole batch."""
     share_losses(model)
     replicas = runtime.communicator("")
     tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
@@ -294,7 +294,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Keep only variables that the step assigned. Raise ValueError if the parts' values cannot be combined."""
+        """Combine only variables that the step has assigned. Raise ValueError if some cannot be combined."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
