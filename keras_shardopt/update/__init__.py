@@ -67,7 +67,7 @@ def watch(
         add_variable: as in `Stage.build`.
 
     Returns:
-        The stage in use, and a function that removes the inserted one. Recompile compiled steps after each change.
+        The stage in use, and a function that removes the inserted stage. Recompile compiled steps after each change.
 
     Raises:
         ValueError: if the optimizer's options do not support the stage.

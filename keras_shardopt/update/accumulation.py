@@ -25,11 +25,11 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _NONE_YET = float("-inf")
-"""Initial value for variables whose "gradient" is their next value (float8 scales): they take the maximum of values."""
+"""The start of the maximum over micro-batches, for float8 scales, whose "gradient" is their next value."""
 
 
 class Accumulation(Stage):
-    """Sums gradients over micro-batches. After the last one, continues the update with their mean.
+    """Sums gradients over micro-batches. After the last micro-batch, continues the update with the mean gradients.
 
     The micro-batches of one update form an *accumulation window*.
 
@@ -42,7 +42,7 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # How the gradients of the latest micro-batch arrived, if DDP has already reduced them. Sums do not show this.
+        # Set if DDP has already reduced the gradients of the latest micro-batch. Sums do not show this.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
@@ -59,7 +59,7 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Indices of the variables that `apply` received in this window, of those with a gradient, and of those in the
+        # Three sets of indices of variables: received by `apply` in this window, with a gradient, and received in the
         # last micro-batch. In traced steps, the first two sets only grow, because Python runs once per trace.
         self._given: set[int] = set()
         self._present: set[int] = set()

@@ -72,7 +72,7 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
         variables: the variables passed to `described`.
 
     Raises:
-        ValueError: on every process, if descriptions differ. It names the difference.
+        ValueError: on every process, if descriptions differ. The error names the difference.
     """
     if _is_same_on_all(mine):
         return

@@ -40,7 +40,7 @@ class CrossShardProtocol(Optimizer, Protocol):
 
 
 class StageContext:
-    """Gives stages, transports and reducers access to their `CrossShard`, even while it is being constructed."""
+    """Gives the components of a `CrossShard` access to the optimizer, even during its construction."""
 
     def __init__(self, optimizer: CrossShardProtocol) -> None:
         self._optimizer = optimizer

@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     """Gradients reduced over all replicas, or this replica's slices of them."""
 
     nonfinite_flags: Tensor | None
-    """The reduced `Reduction.nonfinite_flags`: an element is above 0 if a replica has set it. None without flags."""
+    """Reduced flags: an element is above 0 if a replica has found a nonfinite gradient. None without a check."""
 
     in_slices: bool = False
     """Whether `grads` are slices, different on each replica."""
@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Return `reduced` with maxima over replicas for variables whose "gradient" is their next value (float8 scales)."""
+    """Return `reduced`, with the maximum over replicas for float8 scales, whose "gradient" is the next value."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -107,7 +107,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "Another group of replicas has failed. Read the error of that group.")
 
 
-# Backends on which one group of replicas can fail while another group waits in a collective.
+# PyTorch only: one group of replicas can fail while another group waits in a collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 
@@ -118,5 +118,5 @@ def _ranks_of(replicas: Communicator) -> Any:
 
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
-    """Return a gradient with its variable's shape, because its own can be unknown while TensorFlow traces."""
+    """Return a gradient with its variable's shape, because a gradient's shape can be unknown in a TensorFlow graph."""
     return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)

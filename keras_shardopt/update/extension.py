@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Configured:
-    """Base class of objects whose attributes are their constructor's arguments. Derives config and `repr` from them."""
+    """Base class of objects with one attribute per constructor argument. Derives config and `repr` from these."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, serialized."""
@@ -62,7 +62,7 @@ class Settings(Configured):
         raise NotImplementedError
 
     def to_old(self) -> dict[str, Any]:
-        """Return the values of `old_arguments`. They stay readable on the optimizer for one more release."""
+        """Return the values of `old_arguments`. They stay attributes of the optimizer for one more release."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,7 +118,7 @@ class ExtensionStage(Stage):
     """The stage's variables that optimizer files contain."""
 
     replica_state: Sequence[Variable] = ()
-    """Optimizer state that each replica updates separately. `_replica_state` has it once values can really differ."""
+    """Optimizer state that each replica updates separately."""
 
     weights_differ: bool = False
     """Whether replicas have different weights now, as between two averages of local SGD."""

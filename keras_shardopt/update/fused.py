@@ -32,13 +32,14 @@ class FusedUpdate(Stage):
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Find the innermost optimizers, because only these have an update rule."""
         # Fused kernels round the last elements of an array differently. With `shard_state`, arrays are slices, and the
-        # number of replicas decides where they end. If results must not depend on it, reproduce Keras' arithmetic.
+        # number of replicas decides where they end. If results must not depend on this number, reproduce Keras'
+        # arithmetic.
         optimizer = self._context.optimizer
         varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extension_stages)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Between `CrossShard` and this optimizer is a wrapper. The kernel also multiplies gradients by its factor.
+            # Use kernels for an optimizer inside another wrapper, because they also multiply by the wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 

@@ -124,7 +124,7 @@ class GradientStateFinder:
 
 
 def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
-    """Raise ValueError if a `CrossShard` inside another one needs local gradients, because it receives global ones."""
+    """Raise ValueError if a nested `CrossShard` needs each replica's gradients: it receives reduced gradients."""
     finder = getattr(optimizer, "state_finder", None)
     if isinstance(finder, GradientStateFinder):
         if finder.accumulates:

@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Variable
 
 
 class Known:
-    """Caches the value of one variable, for uncompiled steps. Reads it again after an assignment by other code."""
+    """Caches the value of one variable, for uncompiled steps. Reads the variable again after other code assigns it."""
 
     def __init__(self) -> None:
         self._value = np.zeros(())

@@ -1,4 +1,4 @@
-"""The loss of the whole batch, computed on replicas that each have a part of it.
+"""The loss of the whole batch, computed on replicas that each have some of the rows.
 
 Keras divides a loss by the replica's number of rows, sum of weights, or mask. If replicas have different numbers of
 rows, the mean of these losses is not the mean over the batch. Inside `batch_shared()`, every `keras.losses.Loss`,
@@ -31,7 +31,7 @@ from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
-# Backends that record whether a loss was divided by the number of replicas. Its gradients must then be summed.
+# TensorFlow only: records whether a loss was divided by the number of replicas, so gradients must be summed.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
@@ -47,7 +47,7 @@ def share_losses(model: Any) -> None:
 
 
 def mean_losses(model: Any) -> list[Any]:
-    """Return the metrics of a model that hold mean losses: the total, and one per output if it has several."""
+    """Return the metrics of a model that hold mean losses: the total, and one per output of several."""
     of_outputs = getattr(model._compile_loss, "metrics", None) or []
     return [tracker for tracker in [model._loss_tracker, *of_outputs] if tracker is not None]
 
@@ -175,21 +175,22 @@ def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
 
 
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
-    """Multiply a mean over this part's rows by `row_share`: the mean over replicas is then the mean over all rows."""
+    """Multiply a mean over this replica's rows by `row_share`. The mean over replicas is then that over all rows."""
     share = ops.cast(part.row_share, dtype_of(loss))
     # The mean over no rows can be NaN, and the sum over replicas would then be NaN too, so return 0.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
 def _factor(part: BatchShare) -> int:
-    """Return the factor of a loss that cancels a later mean of gradients over replicas."""
+    """Return the factor for a loss: the number of replicas if gradients will be averaged, or 1 if summed."""
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
     """Replace `update_state` of a metric that holds a mean loss.
 
-    The mean of the replicas' losses is the loss of the whole batch, so all get the same weight: the mean row count.
+    The mean of the replicas' losses is the loss of the whole batch, so all replicas get the same weight: the mean row
+    count.
     """
     part = current_share()
     if part is not None:

@@ -156,7 +156,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `found_inf` from reduced flags and the position, from 1, of the first nonfinite sum (0: all are finite).
+    """Return `Step.found_inf` from reduced flags and the index, from 1, of the first nonfinite sum (0: all are finite).
 
     The sums are checked too, because a sum can overflow even if all its terms are finite.
     """
@@ -186,12 +186,12 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tup
 
 
 def fail_among_all(replicas: Communicator) -> None:
-    """Make `largest_of_all` raise on the other replicas, because this one is about to raise an error."""
+    """Make `largest_of_all` raise on the other replicas, because this replica is about to raise an error."""
     replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
 
 
 _FAILS = 2.0
-"""A replica that is about to raise an error sends this number, where other replicas send 0 or 1 for "has a NaN"."""
+"""A replica that is about to raise an error sends this number in place of 0 or 1 (whether it has a NaN)."""
 
 
 def move_and_check(
@@ -240,14 +240,14 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `found_inf` from two indices, from 1: of a nonfinite reduced gradient, and of one of this replica."""
+    """Return `Step.found_inf` from the index (from 1) of a nonfinite reduced gradient, and that of a local gradient."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])
 
 
 def first_in_slices(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
-    """Return the first nonfinite index, from 1, in the slices of all replicas; 0 if all are finite."""
+    """Return the index, from 1, of the first gradient with a nonfinite slice on any replica; 0 if all are finite."""
     last, none = num_variables + 1, ops.zeros_like(position)
     mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
     (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

@@ -1,4 +1,4 @@
-"""Former arguments of `CrossShard`, now replaced by objects. They work for one more release."""
+"""Former arguments of `CrossShard`, now replaced by objects such as `LocalSGD`. They work for one more release."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _old_option(name: str) -> Any:
 
 
 def register_settings(kind: type[Settings]) -> None:
-    """Register a class that replaces old arguments. Their values stay readable as attributes of optimizers."""
+    """Register a class that replaces old arguments. Optimizers keep the old arguments as attributes."""
     KINDS.append(kind)
     for name in kind.old_arguments:
         setattr(HasOptions, name, _old_option(name))

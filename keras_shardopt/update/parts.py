@@ -61,7 +61,7 @@ class PartOfBatch(Communicator):
         return found
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Raise ValueError: parts cannot be gathered."""
+        """Raise ValueError, because the parts of a batch are not computed together."""
         self._raise_not_counted()
 
 

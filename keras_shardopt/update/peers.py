@@ -73,7 +73,7 @@ class Peers:
         return factor
 
     def connected_ranks(self) -> Communicator | None:
-        """Return the communicator in `started`, if its process group is still open and the current one; or None."""
+        """Return the communicator of the ranks, or None before the first update or without a process group."""
         if self.started is None:
             return None
         try:
@@ -82,7 +82,7 @@ class Peers:
             return None
 
     def check(self, comm: Communicator | None = None) -> None:
-        """Check, once, that all processes train the same model with the same optimizer. All must call it together.
+        """Check, once, that all processes train the same model with the same optimizer. All must call this together.
 
         Raises:
             ValueError: on every process, if they differ. The message names the difference.
@@ -118,7 +118,7 @@ class Peers:
             shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
 
     def _warn_of_sums(self, num_replicas: int) -> None:
-        """Warn of a loss summed over a replica's rows, unless a prepared trainer sums it over the whole batch."""
+        """Warn of a loss summed over a replica's rows, unless the trainer sums the loss over the whole batch."""
         if self._optimizer._options.reduction == "sum" or current_share() is not None:
             return
         for loss in sum_losses_of(self._optimizer, self._optimizer._trainable_variables)[:1]:

@@ -53,7 +53,7 @@ class Reducer(Protocol):
         """Return, for each gradient, the dimension along which `reduce` divides it among replicas, or None."""
 
     def finish(self, comm: Communicator) -> None:
-        """Notify the other replicas that this one has ended training, so they do not wait for it."""
+        """Notify other replicas that this replica has ended training, so they do not wait."""
 
 
 class Pipeline:
@@ -186,7 +186,7 @@ class Pipeline:
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the entries of `values` that belong to `carried`, given the `values` of an optimizer's `variables`."""
+        """Return the entries of `values` for the variables in `carried`. `values` are those of `variables`."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

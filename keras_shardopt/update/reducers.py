@@ -184,7 +184,7 @@ class ReduceScatter(AllReduce):
 
 
 class Overlapped:
-    """Sends gradients during the backward pass on PyTorch. If this is impossible, uses `at_the_end` afterwards."""
+    """Sends gradients during the backward pass on PyTorch. Otherwise, `at_the_end` sends gradients afterwards."""
 
     def __init__(
         self,

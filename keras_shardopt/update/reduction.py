@@ -45,7 +45,7 @@ class Reduction:
     """The factor by which the sums or means are multiplied."""
 
     is_whole: bool = True
-    """Whether gradients are not yet divided by the number of replicas: they are of the replica's mean loss."""
+    """Whether the gradients are those of this replica's mean loss, not yet divided by the number of replicas."""
 
     trained: Sequence[bool] | None = None
     """For each variable, whether this replica trains it; None if it trains all."""

@@ -28,7 +28,8 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _ReplicaOption(Stage):
-    """Base class of stages that apply one option to each replica's gradients, as gradients of its mean loss."""
+    """Base class of stages that apply an option to each replica's gradients, as gradients of that replica's mean loss.
+    """
 
     _option: str
 
@@ -124,7 +125,7 @@ def _in_units(value: Tensor, unit: Any) -> Tensor:
 
 
 def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
-    """Return the result of a transform as a list. Raise ValueError if it does not fit `variables`."""
+    """Return the result of a transform as a list. Raise ValueError if the result does not fit `variables`."""
     rule = "`replica_transform` must return a list with one gradient, or None, for each gradient that it receives."
     if not isinstance(returned, (list, tuple)):
         raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")

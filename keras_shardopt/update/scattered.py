@@ -1,6 +1,7 @@
 """Reduce gradients to slices along any dimension, one per replica, for optimizer state divided in this way.
 
-`Communicator.reduce_scatter` slices only along the first dimension, so this module moves the dimension there.
+`Communicator.reduce_scatter` slices only along the first dimension, so this module first moves the dimension to the
+front.
 """
 
 from __future__ import annotations

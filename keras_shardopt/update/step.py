@@ -49,10 +49,10 @@ class Step:
     found_inf: Tensor | tuple[int, int, int] | None = None
     """The first nonfinite gradient; None if unchecked. Indices are positions in the step's `variables`.
 
-    Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After it:
-    an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not finite, 1 is
-    the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if the CPU
-    has already read that all gradients are finite.
+    Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After the
+    reduction: an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not
+    finite, 1 is the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if
+    the CPU has already read that all gradients are finite.
     """
 
     replica_axis: str | None = None
@@ -135,7 +135,7 @@ class Stage:
         """Process a step before the reduction, in each `apply`; with gradient accumulation, once per update.
 
         To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in
-        `fit` of a prepared model on JAX, they can be reduced already, or one tensor can hold those of all replicas.
+        `fit` on JAX after `prepare`, gradients can be reduced already, or stacked over all replicas.
         """
         proceed(step)
 
@@ -155,10 +155,10 @@ class Stage:
         """Discard unfinished work, because state was loaded or training resumes from another point."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of its constructor, for files.
+        """Return the arguments of the constructor, for files.
 
         Raises:
-            NotImplementedError: if the constructor has arguments and the class does not override this.
+            NotImplementedError: if the constructor has arguments and the class does not override this method.
         """
         if inspect.signature(type(self)).parameters:
             name = type(self).__name__

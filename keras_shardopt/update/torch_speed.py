@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class TorchSpeed(Settings):
-    """Settings of `CrossShard(torch=...)`. Other backends ignore them.
+    """Settings of `CrossShard(torch=...)`. Other backends ignore the settings.
 
     Args:
         fused: "auto" (default) or False. Whether to use fused kernels, which update in one pass over memory. Results

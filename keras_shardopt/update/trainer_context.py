@@ -19,7 +19,7 @@ class BatchShare:
     """This replica's part of the global batch in the running step."""
 
     local_batch_size: Any
-    """Number of this replica's rows without padding: an int, or a tensor if replicas of one program differ in it."""
+    """Number of this replica's rows without padding: an int, or a tensor if it differs among devices."""
 
     all_rows: Any
     """Number of rows on all replicas, or a function that waits for this number and returns it."""
@@ -51,7 +51,7 @@ class BatchShare:
 
     @property
     def row_share(self) -> Any:
-        """This replica's rows divided by `equal_part`: 1 if all replicas have equally many, 0 without rows."""
+        """This replica's number of rows divided by the mean number per replica; 0 without rows."""
         if isinstance(self.local_batch_size, int) and isinstance(self.global_batch_size, int):
             return self.local_batch_size / self.equal_part
         return ops.cast(self.local_batch_size, "float32") / self.equal_part
@@ -81,7 +81,7 @@ def _count_parts(change: int) -> None:
 
 
 def current_share() -> BatchShare | None:
-    """Return this replica's part of the global batch, as set by the innermost `batch_shared`; None outside one."""
+    """Return this replica's part of the global batch, as set by the innermost `batch_shared`, or None."""
     # Check the count first, because each read of a context variable splits the graph of torch.compile.
     return _part.get() if _num_parts_open else None
 

@@ -103,7 +103,7 @@ class Transport:
         return {}
 
     def check(self) -> None:
-        """Warn if the inner optimizers do not suit this transport."""
+        """Warn if the inner optimizers do not work well with this encoding of gradients."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the variables of the transport when the optimizer is built."""
