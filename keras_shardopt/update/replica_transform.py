@@ -28,8 +28,7 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _ReplicaOption(Stage):
-    """Base class of stages that apply an option to each replica's gradients, as gradients of that replica's mean loss.
-    """
+    """Base class of stages that apply an option to each replica's gradients, the gradients of its mean loss."""
 
     _option: str
 
