@@ -17,7 +17,7 @@ from keras_shardopt.backends import jobs
 from keras_shardopt.backends.active import processes
 
 _SECONDS = 1.0
-"""Files are opened and the timer is set at most once in this time. Both take longer than a line."""
+"""The shortest time in seconds between two openings of files, or two settings of the timer, because both are slow."""
 
 _NUM_BYTES = 120
 """The length of the line in a file, so that a shorter line replaces all of a longer one."""
@@ -74,13 +74,13 @@ class Heartbeat(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Writes the first line, and sets the timer."""
-        self._end()  # a `fit` that raised an error
+        self._end()  # end an earlier `fit` that raised an error
         self._rank = processes.process()[1]
         given = (self.directory, os.environ.get(jobs.HEARTBEATS))
         self._names = [os.path.join(each, f"rank-{self._rank}") for each in given if each is not None]
         for name in self._names:
             os.makedirs(os.path.dirname(name), exist_ok=True)
-        self._open()  # an error now, not after many steps
+        self._open()  # raises an error now, not after many steps
         if self.directory is not None and self.timeout is not None:
             self._stacks = os.open(f"{self._names[0]}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._epoch = self._step = 0
@@ -113,7 +113,7 @@ class Heartbeat(keras.callbacks.Callback):
     def _beat(self, phase: str) -> None:
         now = time.monotonic()
         if not self._is_training or not (self._names or self.timeout):
-            return  # in a separate `evaluate`, or without a reader
+            return  # in a separate `evaluate`, or if nothing would be written
         if now >= self._due:
             self._due = now + _SECONDS
             if self.timeout is not None:

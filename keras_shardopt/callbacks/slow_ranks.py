@@ -98,7 +98,7 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
     rank, i = (int(index) for index in np.unravel_index(excess.argmax(), excess.shape))
     if excess[rank, i] > threshold:
         return _slow(values.mean(axis=0), rank, phases[i])
-    best = values.min(axis=0)  # each probe is one short call
+    best = values.min(axis=0)  # the fastest of several windows, because a probe is one short call
     # Process 0 receives the messages, so messages from its machine are fast. Compare messages from other machines.
     ranks_and_factors = (range(len(best)), threshold), (remote or range(1, len(best)), _MESSAGE_FACTOR)
     for probe, (ranks, factor) in enumerate(ranks_and_factors, len(PHASES)):

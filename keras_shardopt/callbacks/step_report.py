@@ -217,12 +217,12 @@ class StepReport(keras.callbacks.Callback):
         """Return a function that calls the training function `real`, and measures its phases."""
         real = getattr(real, "real", real)  # an error can have ended a `fit` before `on_train_end`
         waits = self._is_compiled and self._is_shared
-        takes_batch = self._trained.steps_per_execution == 1  # otherwise a compiled loop takes several
+        takes_batch = self._trained.steps_per_execution == 1  # otherwise a compiled loop takes several batches
 
         @timed("step")
         def measured(*args: Any) -> Any:
             *state, data = args
-            if takes_batch and hasattr(data, "__next__"):  # JAX and TensorFlow take the batch inside
+            if takes_batch and hasattr(data, "__next__"):  # on JAX and TensorFlow, `real` takes the batch
                 with timed("input"):
                     data = itertools.chain([next(data)], _timed_input(data))
             found = real(*state, data)
@@ -273,7 +273,7 @@ class StepReport(keras.callbacks.Callback):
                 begin = time.perf_counter()
                 self.model.predict_on_batch(rows)
                 found.append(time.perf_counter() - begin)
-        except Exception as error:  # such as too little memory on one process, and others must not wait for it
+        except Exception as error:  # such as too little memory; other processes must not wait for this one
             warn(f"`StepReport` measures no forward passes, because a forward pass failed: {error!r}")
             self._inputs = []
             return 0.0

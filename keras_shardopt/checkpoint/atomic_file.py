@@ -1,4 +1,4 @@
-"""Replaces a file atomically: until the new file is complete, readers find the old one.
+"""Replaces a file atomically: until the new file is complete, readers find the old file.
 
 A new file is written in a separate folder next to the old one, flushed to disk, given the mode and owner of the old
 file, and renamed. The writer holds a lock in the folder. The kernel releases the lock when the writer dies, so the next
@@ -88,7 +88,7 @@ class Unfinished:
 
 
 def _take_mode_and_owner(path: str, target: str) -> None:
-    """Gives the new file the mode of the file at `target`, and its owner if this process is permitted to."""
+    """Gives the new file the mode and, if permitted, the owner of the file at `target`."""
     try:
         before = os.stat(target)
     except FileNotFoundError:

@@ -348,12 +348,12 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _all_replica_values(variable: keras.Variable) -> list[np.ndarray]:
-    """Returns the values of a variable on all replicas. All processes must call it."""
+    """Returns the values of a variable on all replicas. All processes must call this together."""
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Sends rank 0's arrays to every process. Returns them as a store for `load_own_variables`."""
+    """Sends rank 0's arrays to every process. Returns them in the form that Keras's `load_own_variables` takes."""
     num_arrays = processes.gather_objects(None if arrays is None else len(arrays))[0]
     return {str(i): _of_chief(arrays, i) for i in range(num_arrays)}
 

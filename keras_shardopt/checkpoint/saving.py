@@ -1,7 +1,7 @@
 """Saves models from several processes: all take part, rank 0 writes, and each file is replaced atomically.
 
-Optimizer state that is divided among processes is gathered, by all of them in the same order. If rank 0 has an error,
-the gathering still runs to its end, so no process waits for rank 0. Then every process raises the error.
+All processes gather optimizer state that is divided among them, in the same order. If rank 0 has an error, the
+gathering still runs to its end, so no process waits for rank 0. Then every process raises the error.
 
 Private names of Keras touched here (a test checks that each exists):
     `ModelCheckpoint._save_model` - writes a checkpoint.
@@ -258,7 +258,7 @@ def _save(
 
 
 def before_reading(model: Any) -> None:
-    """Assigns the mean over replicas to weights that differ because of local SGD. All processes must call it."""
+    """Assigns the mean over replicas to weights that differ because of local SGD. All processes must call this."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
@@ -291,7 +291,7 @@ def _write_or_join(model: Any, method: str, path: str | None) -> None:
 
 
 def _write_with_keras(model: Any, method: str, path: str) -> None:
-    save = getattr(model.__class__, method)  # a prepared model replaces this method
+    save = getattr(model.__class__, method)  # not the model's method, because `prepare` may have replaced it
     if processes.process()[0] == 1:
         save(model, path)
     else:
@@ -300,7 +300,7 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
 
 @timed("saving")
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Saves a model with `save`, its Keras method `save` or `save_weights`. One process, several or all can call this.
+    """Saves a model with its Keras method `save` or `save_weights`. Any number of processes can call this function.
 
     Each calling process replaces its file atomically. Folders, remote paths and calls with further arguments are passed
     to Keras unchanged.
@@ -398,7 +398,7 @@ class NullStore:
 
 
 class _DelayedErrors:
-    """Wraps a store to keep its first error and ignore later values, so the gathering runs to its end."""
+    """Wraps a store to keep its first error and ignore later values, so all processes can finish gathering."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -478,7 +478,7 @@ def raising_together() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0. Returns its result, or raises its error, on every process."""
+    """Calls `function` on rank 0. Returns the result, or raises the error, on every process."""
     result, problem = None, None
     if is_chief():
         try:

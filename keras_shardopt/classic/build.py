@@ -147,7 +147,7 @@ def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) 
 
 
 class _Conflict(ValueError, AttributeError):
-    """Error for arguments that exclude each other. OpenSeq2Seq raised AttributeError, so this is one too."""
+    """Error for arguments that exclude each other; also an AttributeError, as in OpenSeq2Seq."""
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

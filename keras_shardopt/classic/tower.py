@@ -203,7 +203,7 @@ class Tower(OptimizerWrapper):
         return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Update. Inside `replicate`, collect the gradients of towers, and update in the last one."""
+        """Update. Inside `replicate`, collect the gradients of towers, and update in the last tower."""
         replication = _replication()
         if replication is None:
             self._collects = False

@@ -123,7 +123,7 @@ def load_sharded(model: Any, path: str | os.PathLike[str]) -> Position:
 
 
 def restore_newest(model: Any, path: str) -> dict[str, Any] | None:
-    """Restore the newest intact checkpoint. Return its manifest, or None without one. All processes must call it."""
+    """Restore the newest intact checkpoint. Return its manifest, or None if no checkpoint exists."""
     with communicating(model):
         return _restore_newest(model, path)
 

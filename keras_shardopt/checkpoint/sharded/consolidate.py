@@ -96,7 +96,7 @@ def _write_weights(checkpoint: Checkpoint, path: str) -> None:
 def _write_array(file: h5py.File, array: StoredArray) -> None:
     dataset = file.create_dataset(array.path, array.shape, array.dtype)
     if array.dtype.name == "bfloat16":
-        dataset.attrs["dtype"] = "bfloat16"  # Keras marks it in the same way
+        dataset.attrs["dtype"] = "bfloat16"  # Keras marks bfloat16 in the same way
     for name, note in array.notes.items():
         dataset.attrs[name] = note
     if not array.shape or not array.size:

@@ -31,7 +31,7 @@ PIECE_BYTES = 2**24
 
 
 class Source(NamedTuple):
-    """An array of a checkpoint and the parts of it that one process saves."""
+    """An array of a checkpoint, and the parts of this array that one process saves."""
 
     own: OwnParts
     """The parts of the array that this process writes."""

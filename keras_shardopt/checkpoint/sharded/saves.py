@@ -49,7 +49,7 @@ _FOLDER = re.compile(r"(\d+)-step-(\d+)-[0-9a-f]{8}")
 
 
 class Save:
-    """A save in progress. All processes must create it. The constructor copies this process's part to host memory.
+    """A save in progress, created by all processes together. The constructor copies this process's part of the state.
 
     Args:
         model: the model.
@@ -108,7 +108,7 @@ class Save:
 
     @timed("saving")
     def check(self, wait: bool) -> bool:
-        """Return whether all processes have finished the save. All processes must call it.
+        """Return whether all processes have finished the save. All processes must call this.
 
         Args:
             wait: whether to wait until the save is complete.

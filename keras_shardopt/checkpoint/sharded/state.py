@@ -1,4 +1,4 @@
-"""Copies a model's training state to the arrays of a sharded checkpoint, and restores it from them.
+"""Copies a model's training state to the arrays of a sharded checkpoint, and back.
 
 Arrays have the paths of Keras' weights files. Paths that start with "training/" are for state that such files lack:
 seeds, buffers, compression errors, and the state of extensions such as local SGD.
@@ -46,7 +46,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.stored_state import check_groups
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-# JAX only (otherwise None): `local_assignments` lets one process assign without a comparison between processes.
+# JAX only (otherwise None): `local_assignments` lets one process assign values without a check that all processes do.
 _alone = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _TRAINING = "training/"
@@ -57,7 +57,7 @@ _WRAPPER_STATE = "/wrapper_state/"
 
 
 def sources_of(model: Any, process: tuple[int, int]) -> dict[str, Source]:
-    """Copy this process's part of a model's training state to host memory. All processes must call it."""
+    """Copy this process's part of a model's training state to host memory. All processes must call this."""
     store = _Saved(process, _ids_of_unequal(model))
     saving_lib._save_state(model, store, None, "", set())
     sources = store.sources
@@ -110,7 +110,7 @@ def about_process() -> dict[str, Any]:
 
 
 def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> None:
-    """Load the values of a checkpoint into a model. All processes must call it.
+    """Load the values of a checkpoint into a model. All processes must call this.
 
     Args:
         model: the model.
@@ -172,7 +172,7 @@ def _numbered(checkpoint: Checkpoint, name: str) -> Iterator[StoredArray]:
 
 
 def _rows_of(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Return the part that this process saves of an array with one row per replica: the rows of its replicas."""
+    """Return this process's part of an array with one row per replica: the rows of its replicas."""
     rows = [np.array(row) for row in placement.replica_values(variable)]
     counts = processes.gather_objects(len(rows))
     first = sum(counts[: process[1]])
@@ -257,7 +257,8 @@ class _Saved(saving_lib.H5IOStore):
         return True
 
     def process_for(self, variable: Variable) -> tuple[int, int]:
-        """Return (number of processes, index). A huge number makes process 0 save all of a variable that can differ."""
+        """Return (number of processes, index). For a variable that can differ, a huge number makes process 0 save it.
+        """
         num_processes, index = self._process
         return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
 

@@ -248,7 +248,7 @@ class TrainingStep:
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         def scaled() -> tuple[Tensor, Tensor]:
-            with updating_with(self.optimizer):  # because `model.compile` can have set another one
+            with updating_with(self.optimizer):  # because `model.compile` can have set another optimizer
                 value = loss_of_batch()
             return self.optimizer.scale_loss(value), value
 

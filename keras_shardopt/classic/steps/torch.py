@@ -17,7 +17,7 @@ from keras_shardopt.numerics import Tensor, Variable
 def compile_step(
     function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """Compile a training step for this rank; without `jit_compile`, return an eager one."""
+    """Compile a training step for this rank; without `jit_compile`, return an eager step."""
     del variables
     function = torch.compile(function) if jit_compile else function
     if isinstance(runtime.communicator(""), TorchProcessGroup):

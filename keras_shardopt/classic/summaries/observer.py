@@ -140,7 +140,7 @@ class Observer:
         return self._all_variables() if wrapper is self._observed[-1] else []
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Measure the gradients that `wrapper` receives. The wrapper calls this before it changes them."""
+        """Measure the gradients that `wrapper` receives. The wrapper calls this before changing them."""
         self._run_hooks(wrapper, "before_transform", grads, variables)
 
     def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -159,7 +159,8 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # Convert gradients inside the measuring branch. Converted before it, they would be inputs that stay in memory.
+        # Convert gradients inside the measuring branch. Otherwise the results would be inputs of the branch that stay
+        # in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
