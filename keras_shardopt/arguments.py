@@ -1,7 +1,7 @@
 """Checks of constructor arguments: numbers in a range, flags, choices, lists.
 
-Each function returns the argument as a JSON-serializable Python value, for `get_config`. If it is invalid, the function
-raises an error that contains a rule, the value, and advice (`fix`).
+Each function returns the argument as a JSON-serializable Python value, for `get_config`. If the argument is invalid,
+the function raises an error that contains a rule, the value, and advice (`fix`).
 """
 
 from __future__ import annotations

@@ -54,13 +54,14 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             kind = match and next((k for k in _KINDS if match[2] in (k, f"{k}-start")), None)
             if not match or kind is None:
                 continue
-            # The TPU compiler repeats a collective, with one chain id, in each fusion that overlaps with it. Count one.
+            # The TPU compiler repeats a collective, with one chain id, in each fusion that overlaps with it. Count only
+            # one copy.
             chain = re.search(r'chain_id="\d+"', line)
             if chain and (kind, chain[0]) in chains:
                 continue
             chains.add((kind, chain[0] if chain else ""))
             shapes = [(dtype, _size(dtype, dims)) for dtype, dims in _SHAPE.findall(match[1])]
-            if match[2].endswith("-start") and kind != "all-reduce":  # it lists operands, then results
+            if match[2].endswith("-start") and kind != "all-reduce":  # lists operands, then results
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
             # The TPU compiler represents a reduce-scatter as a fusion of this name, around an all-reduce.

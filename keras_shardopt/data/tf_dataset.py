@@ -14,7 +14,7 @@ from keras_shardopt.data.part import Part
 
 
 def part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: Part) -> Any:
-    """Returns a dataset of every `num_parts`-th element. Each process computes all, but keeps only its part."""
+    """Returns a dataset of every `num_parts`-th element. Each process computes all elements, but keeps only these."""
     del seed
     if shuffle:
         raise ValueError(

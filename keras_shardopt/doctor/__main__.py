@@ -71,7 +71,7 @@ def _stop(number: int, frame: Any) -> NoReturn:
 
 
 def _error_in(output: str, status: int, seconds: float) -> str:
-    """Return the line with the error in the output of a child that failed, or nothing."""
+    """Return the line with the error in the output of a child that failed, or "" if it succeeded."""
     if status == 0:
         return ""
     lines = [line.strip() for line in output.splitlines() if line.strip()]

@@ -80,7 +80,7 @@ def _process() -> Facts:
 
 
 def _place() -> tuple[int, int]:
-    """Return the number of processes and this one's index, as far as the environment names them."""
+    """Return the number of processes and the index of this process, from the environment (default: 1 and 0)."""
     variables = os.environ
     task = jobs.started_by()
     with contextlib.suppress(LookupError, ValueError, TypeError):
@@ -96,7 +96,7 @@ def _place() -> tuple[int, int]:
 
 
 def _tf_tasks() -> tuple[list[str], int]:
-    """Return the addresses of TensorFlow's processes, the chief's first if there is one, and the number of this one."""
+    """Return the addresses of TensorFlow's processes (a chief first), and the index of this process."""
     config = json.loads(os.environ["TF_CONFIG"])
     chiefs = config["cluster"].get("chief", [])
     is_chief = config["task"].get("type") == "chief"

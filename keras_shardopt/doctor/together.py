@@ -60,7 +60,7 @@ def examine(mine: Facts, seconds: float, store: Callable[[list[Facts]], None]) -
 
 
 def facts_of_all(value: Any) -> list[Any]:
-    """Return the values of all processes, ordered by process. All processes must call it."""
+    """Return the values of all processes, ordered by process. All processes must call this together."""
     return processes.gather_objects(value)
 
 
@@ -86,7 +86,7 @@ def _memory_speed() -> float:
 
 
 def _ticks(reducer: Callable[[int], Callable[[], None]]) -> list[float]:
-    """Return the time on this process after each of several all-reduces, which end at once on all processes."""
+    """Return the times on this process's clock at the ends of several all-reduces, which all processes end together."""
     reduce, ticks = reducer(1), []
     for _ in range(9):
         reduce()

@@ -106,7 +106,7 @@ def _run(folder: pathlib.Path, num_processes: int) -> int:
     process = subprocess.Popen(
         [*launcher, "-m", "keras_shardopt.launch.call", str(folder)],
         env={**jobs.alone(), "PYTHONPATH": os.pathsep.join(str(path) or os.getcwd() for path in sys.path)},
-        stdin=subprocess.PIPE,  # it closes if this process is killed, and ends the others
+        stdin=subprocess.PIPE,  # closes if this process is killed, which ends the new processes
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

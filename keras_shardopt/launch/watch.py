@@ -45,7 +45,7 @@ class Watch:
         return f"no step for {self._seconds:g} s: {'; '.join(found)}."
 
     def _position(self, rank: int) -> tuple[int, int, str]:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it can be new and still empty
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # the file can be new and still empty
             beat = json.loads(self._files[rank].read_text())
             return beat["epoch"], beat["step"], beat["phase"]
         return 0, 0, "before `fit`"
@@ -53,6 +53,6 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[Watch]:
-    """Yields a `Watch`, whose `environment` the processes need. It finds nothing without `--watch`."""
+    """Yields a `Watch`, whose `environment` the processes need. Without `--watch`, `hung` finds nothing."""
     with tempfile.TemporaryDirectory() as directory:
         yield Watch(job.log_dir or directory, job)

@@ -95,9 +95,9 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
 
 @contextlib.contextmanager
 def _sharing_memory() -> Iterator[None]:
-    """Makes the CPU devices share one buffer for the initial value of a variable, to save memory.
+    """In this block, CPU devices share one buffer for the initial value of a variable, to save memory.
 
-    For a NumPy array, all CPU devices use its buffer. For an array on one device, JAX makes a copy per other device.
+    For this, the value becomes a NumPy array. JAX would copy an array on one device to each other device.
     """
     put, initialize = jax.device_put, Variable._initialize_with_initializer
 
