@@ -25,7 +25,7 @@ class Collective:
         dtypes: the dtypes of its tensors.
         num_bytes: bytes of the whole tensor: the input of an all-reduce or reduce-scatter, the output of an all-gather.
         group_size: number of devices that communicate.
-        in_branch: whether it is in a branch of a conditional, so it does not run in each step.
+        in_branch: whether the instruction is in a branch of a conditional, so not every step runs it.
     """
 
     kind: str

@@ -19,7 +19,7 @@ class Watch:
     def __init__(self, directory: str, job: Job) -> None:
         self._files = {rank: pathlib.Path(directory, f"rank-{rank}.json") for rank in job.ranks}
         self._seconds = job.watch or float("inf")
-        self._changes: dict[int, tuple[int, float]] = {}  # of each file, and the time since then on a steady clock
+        self._changes: dict[int, tuple[int, float]] = {}  # a file's time of change, and the clock then
         for file in self._files.values():
             file.unlink(missing_ok=True)
         self.environment = {jobs.HEARTBEATS: directory, "PYTHONFAULTHANDLER": "1"} if job.watch else {}

@@ -257,8 +257,7 @@ class _Saved(saving_lib.H5IOStore):
         return True
 
     def process_for(self, variable: Variable) -> tuple[int, int]:
-        """Return (number of processes, index). For a variable that can differ, a huge number makes process 0 save it.
-        """
+        """Return (number of processes, index). For a variable that can differ, a huge number selects process 0."""
         num_processes, index = self._process
         return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
 
