@@ -51,7 +51,7 @@ _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
 """Keras's `OrbaxCheckpoint` callback; an empty tuple in Keras versions without this callback."""
 
 _NO_BATCH_LOGS = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
-"""Classes of callbacks that do not need the logs of every batch; the progress bar reads the logs of some batches."""
+"""Classes of callbacks that do not need the logs of every batch. (The progress bar shows logs only sometimes.)"""
 
 _CALLBACKS = "_keras_shardopt_callbacks"
 
@@ -134,7 +134,7 @@ class BatchLogs:
         self._shown_at = 0.0
 
     def are_read(self, trains: bool) -> bool:
-        """Whether a callback reads the logs of the next training batch, or test batch (`trains` is False)."""
+        """Whether a callback reads the logs of the next training batch (`trains`) or test batch."""
         if self._always(trains):
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
@@ -160,7 +160,7 @@ class BatchLogs:
         return self._shown.get(trains, logs)
 
     def show(self, trains: bool, metrics: dict[str, Any]) -> None:
-        """Store metrics over all replicas. `last` returns them until the progress bar needs new metrics."""
+        """Store metrics that cover all replicas, for `last`."""
         self._shown[trains], self._shown_at = metrics, time.monotonic()
 
     def forget(self) -> None:
@@ -219,7 +219,7 @@ class _StopsSilently(keras.callbacks.TerminateOnNaN):
 
 
 class _BacksUpTogether(keras.callbacks.BackupAndRestore):
-    """Saves the model with all processes taking part, and checks that all restore the same backup."""
+    """Saves the model with all processes, and checks that all processes restore the same backup."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         with raising_together():

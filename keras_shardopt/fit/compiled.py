@@ -55,7 +55,7 @@ class _Block:
 
 
 class _OneReplicaBlock:
-    """A `data_parallel()` block with one replica. Calls `prepare` only if an extension of the optimizer needs it."""
+    """A `data_parallel()` block with one replica. Calls `prepare` only if an option of the optimizer needs it."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
@@ -63,7 +63,7 @@ class _OneReplicaBlock:
         """Do nothing when a model is constructed: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Call `prepare` if an extension of the optimizer needs it. Otherwise, PyTorch runs one step per execution."""
+        """Call `prepare` if an option of the optimizer needs it. Otherwise, PyTorch runs one step per execution."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
@@ -186,7 +186,7 @@ def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_prepared(model: Any) -> bool:
-    """Whether an extension of the model's optimizer needs `prepare` even on a single replica."""
+    """Whether an option of the model's optimizer needs `prepare` even on a single replica."""
     return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
 
 

@@ -270,7 +270,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if some processes have all data, others a part. Unless `is_meant`, warn of equal parts."""
+        """Raise ValueError unless all processes have all data or a part. Warn of equal parts unless `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -345,7 +345,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that all processes load whole, divided among devices. Raise ValueError if they differ."""
+        """Yield batches that every process loads whole, divided among devices. If batches differ, raise ValueError."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():

@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
 
     grads: Any
-    """The reduced gradients and facts about them; with gradient accumulation, the stacked gradients of all replicas."""
+    """The reduced gradients with flags for non-finite values; with gradient accumulation, each replica's gradients."""
 
     loss: Any
     y_pred: Any
@@ -136,9 +136,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        A tuple: the reduced gradients and facts about them (if `stacks`, the gradients of all replicas along a first
-        dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
-        variables. Moving statistics are means over replicas, because each replica normalizes with its own rows.
+        A tuple: the reduced gradients with flags for non-finite values (if `stacks`, the gradients of all replicas
+        along a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and the
+        non-trainable variables. Moving statistics are means over replicas, because each replica normalizes with its own
+        rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
@@ -188,7 +189,7 @@ def _stacked(reducer: Any, step: Step) -> Any:
 
 
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
-    """Reduce the gradients in `step` over replicas. Return `grads`, `found_inf`, `notes` and `own` of the result.
+    """Reduce the gradients in `step` over replicas. Return the fields of the resulting `Step` that have changed.
 
     `carried` has the values that this replica keeps between steps, such as rounding errors of compression.
     """

@@ -75,7 +75,7 @@ def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
 
 
 def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
-    """Return `function` of this replica's rows of a batch, without the padding that `data` has.
+    """Call `function` with this replica's rows of a batch, and return the result. `data` also has padding rows.
 
     Losses in `function` divide by totals over the whole batch, such as its row count `all_rows`.
     """

@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 
 _PREFIX = "keras_shardopt: "
-# The specs of batches. The key is a text that a step receives next to its batch; a new text makes TensorFlow trace the
-# step again.
+# The `tf.TypeSpec` of batches. The key is a text that a step receives next to its batch; a new text makes TensorFlow
+# trace the step again.
 _SPECS: dict[str, Any] = {}
 
 

@@ -92,7 +92,7 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
-    """Whether Keras must split logs by replica: not inside `calling`, because logs are then equal on all replicas."""
+    """Whether Keras must split logs by replica. False while `calling` runs a method: all logs are then equal."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
@@ -173,7 +173,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if some workers have all data, others a part. Unless `is_meant`, warn of equal parts."""
+        """Raise ValueError unless all workers have all data or a part. Warn of equal parts unless `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -270,7 +270,7 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
-    """Return a batch as tensors. If `batch` is None, return a batch without rows, if the worker never had one."""
+    """Return a batch as tensors. If `batch` is None, return a batch without rows."""
     if batch is None:
         return tf.nest.map_structure(_no_rows, spec)
     flat = tf.nest.flatten(spec)
@@ -326,7 +326,7 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
 
 
 def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
-    """Return a replica's outputs in `predict`. If `predict` gathers, they contain the rows of all workers."""
+    """Return a replica's outputs in `predict`. If `predict` gathers, the outputs contain the rows of all workers."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()

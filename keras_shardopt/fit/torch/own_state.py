@@ -1,4 +1,4 @@
-"""The state of a prepared model that differs between ranks within an epoch, and its average.
+"""The state of a model that differs between ranks within an epoch, and its average.
 
 Each rank computes moving statistics from its rows. They are averaged over ranks at the end of an epoch. With local SGD,
 weights also differ between ranks until they are averaged. If an error ends `fit`, these differences remain.

@@ -55,7 +55,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """The actions that ranks compare before they exchange tensors. Errors contain the texts."""
+    """The actions that ranks compare before they exchange tensors. Error messages contain these texts."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def reducer(self) -> Any:
-        """The first `CrossShard` of the model."""
+        """The first optimizer of the model that averages gradients over ranks (a `CrossShard`)."""
         return self.reducers[0]
 
     @property
@@ -218,7 +218,7 @@ class Session:
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
-        """Send ints to all ranks, and return the ints of each rank. All ranks raise ValueError if phases differ."""
+        """Send ints to all ranks, and return the ints of each rank. Raise ValueError if ranks pass different phases."""
         assert self.ranks is not None
         return announce(phase.value, *map(int, message))
 
@@ -472,7 +472,7 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""The number of batches without communication is smaller than this, so it fits in 5 bits."""
+"""An upper limit for the number of batches without communication. Smaller numbers fit in 5 bits."""
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
@@ -484,7 +484,7 @@ class _Unreported:
     def __init__(self) -> None:
         self.num_batches = 0
         self.mark = 0
-        """A checksum of the row counts and values of these batches."""
+        """A checksum of the row counts and values of the batches since ranks last communicated."""
         self._num_promised = 0
         self._num_last = _NOTHING_YET
         self._since = time.monotonic()
@@ -512,7 +512,7 @@ class _Unreported:
         return max(wanted, 0)
 
     def reported(self, num_promised: int) -> None:
-        """Clear the counts after ranks have communicated. For the next `num_promised` batches, they will not."""
+        """Clear the counts, because ranks have communicated. They need not for the next `num_promised` batches."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         add_promised_steps(self._num_promised - before)
@@ -522,14 +522,14 @@ running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("runnin
 
 
 def session_of(model: Any) -> Session:
-    """Return the `Session` of a prepared model: the state that its ranks share."""
+    """Return the state that all ranks share about a model that was passed to `prepare`."""
     session: Session = vars(model)[SESSION]
     return session
 
 
 @contextlib.contextmanager
 def run_of(session: Session | None) -> Iterator[None]:
-    """In a block that runs `fit` or `evaluate`, set `running` to its session, or to None if this rank runs alone."""
+    """In this block, which runs `fit` or `evaluate`, set `running` to `session` (None if this rank runs alone)."""
     token = running.set(session)
     try:
         yield

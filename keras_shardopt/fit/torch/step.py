@@ -135,7 +135,7 @@ def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
 
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
-    """Return the step for the optimizer of the model: the step `before` if its class is still the right one."""
+    """Return the `TrainStep` for the model's optimizer. Keep the step `before` if its class is unchanged."""
     kind = step_class(session.reducers, TrainStep)
     if before is None or type(before) is not kind:
         made: TrainStep = kind(session)
