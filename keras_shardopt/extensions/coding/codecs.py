@@ -33,10 +33,10 @@ class Reduced(NamedTuple):
     """The result of a reduction of encoded tensors."""
 
     sums: list[Tensor]
-    """The sums over replicas, bitwise equal on all of them."""
+    """The sums over replicas, bitwise equal on all replicas."""
 
     along: list[Tensor]
-    """The sums over replicas of the tensors that are sent uncoded."""
+    """The sums over replicas of the tensors that are sent without encoding."""
 
     unsent: list[Tensor]
     """This replica's rounding errors of compression. Their sum over replicas is the exact sum minus `sums`."""
@@ -145,7 +145,8 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # Each replica has also encoded the sum of its slice. Add the error of this encoding to its errors in the slice.
+        # Each replica has also encoded the sum of its slice. Add the rounding error of this second encoding to its
+        # other errors.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []

@@ -207,7 +207,7 @@ class Coded(Transfer):
         return ops.convert_to_tensor(self._context.updates)
 
     def _collect(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
-        """Return the sums of a reduction. Store its compression errors, and whether the sums are finite."""
+        """Return the sums of a reduction. Store the compression errors, and whether the sums are finite."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
         self._factors |= dict(zip(kept, reduced.factors))

@@ -72,7 +72,7 @@ def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
 
 
 def _passes_left_out() -> str:
-    """Return the XLA passes to disable: CSE, and those that `XLA_FLAGS` disables, because the option replaces these."""
+    """Return the XLA passes to disable: CSE, and those that the environment variable `XLA_FLAGS` disables."""
     flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
     return ",".join([*flags[-1:], "cse"])
 

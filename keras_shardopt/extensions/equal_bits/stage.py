@@ -90,7 +90,7 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
 
 
 class Subtrees:
-    """Sums the tensors of a replica's parts in a binary tree. Stores only the sums of the largest complete subtrees."""
+    """Sums the tensors of a replica's parts of a batch in a binary tree."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
@@ -192,7 +192,7 @@ def _tree_sum(rows: Tensor) -> Tensor:
 
 
 class SumOfParts(ExtensionStage):
-    """Sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas."""
+    """Sums the gradients of this replica's parts of a batch, then continues the update with the sum over replicas."""
 
     keeps_bits = True
 

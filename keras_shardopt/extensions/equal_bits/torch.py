@@ -245,7 +245,7 @@ class _State:
 
     @torch.no_grad()
     def note_changed(self) -> None:
-        """Keep only the weights that the forward pass has changed (for example in `SpectralNormalization`)."""
+        """Stop saving and restoring weights that the forward pass has not changed."""
         pairs = list(zip(self.changed_weights, self._weights))
         self._known -= {id(variable) for variable, _ in pairs}
         pairs = [(variable, start) for variable, start in pairs if not torch.equal(variable.value, start)]

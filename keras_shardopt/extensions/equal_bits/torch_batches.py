@@ -20,12 +20,12 @@ class KeptState:
         """The weights that layers change in their call. None before the first batch."""
         self.on_loss: Callable[[], None] | None = None  # called once, after the next loss
         self.has_warned = False
-        """Whether the warning that the steps of this model are not compiled was given."""
+        """Whether a warning about uncompiled steps was given."""
         self._state: list[Variable] = []
         self._num_trained = 0
 
     def begin_call(self) -> None:
-        """Make `state` search again, because the variables can differ in the next call of `fit`."""
+        """Forget the variables that `state` has found, because they can differ in the next call of `fit`."""
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:

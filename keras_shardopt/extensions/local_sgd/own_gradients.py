@@ -29,7 +29,7 @@ class OwnGradients(AllReduce):
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Return the gradients of this replica's mean loss, multiplied by `row_share`."""
+        """Return the gradients of this replica's mean loss, multiplied by its share of the rows."""
         if self._stage.is_warmup or not step.is_local:
             with self._stage.recording_warmup():
                 return super().reduce(step, comm)

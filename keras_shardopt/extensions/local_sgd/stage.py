@@ -43,7 +43,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class LocalUpdates(ExtensionStage):
-    """Runs local updates with each replica's own gradients, and sync steps that average the weights."""
+    """Updates each replica's weights with its own gradients, and averages the weights periodically."""
 
     keeps_state = True
 
@@ -68,7 +68,7 @@ class LocalUpdates(ExtensionStage):
         """The number of averages of weights that were not used, because they were not finite."""
         self.references: list[Variable] = []
         self.fragments: list[list[int]] = []
-        """For each fragment (group of weights with its own sync steps), the positions of its trainable variables."""
+        """For each group of weights that are averaged together (fragment), the indices of its trainable variables."""
         self._file_state: list[Variable] = []
         self.transport = transport_of(options.compression, context)
         """Averages `reference - weight` over replicas, with the compression of the optimizer."""
@@ -172,7 +172,7 @@ class LocalUpdates(ExtensionStage):
         return [v for v in optimizer.variables if id(v) not in excluded]
 
     def weights(self) -> list[Variable]:
-        """Return the variables that sync steps average: trainable variables, or master weights in mixed precision."""
+        """Return the variables that replicas average: trainable variables, or master weights in mixed precision."""
         found = list(self._optimizer._trainable_variables)
         for wrapper in [self._optimizer, *descendants(self._optimizer)]:
             if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
@@ -360,7 +360,7 @@ class LocalUpdates(ExtensionStage):
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives from one sync step to the next, and the number of updates; in the warm-up, for one.
+        """Return the collectives and the number of updates from one average of weights to the next (warm-up: 1 update).
 
         Args:
             each: the collectives that every update sends.
@@ -427,7 +427,7 @@ class LocalUpdates(ExtensionStage):
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def unsynced_statistics(self) -> list[Variable]:
-        """Return the moving statistics that can differ between replicas, even after a sync step."""
+        """Return the moving statistics that can differ between replicas, even after an average of weights."""
         window = self._optimizer.accumulation
         return self.statistics if self.num_updates or (window is not None and window.num_taken) else []
 

@@ -179,7 +179,7 @@ def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[
 
 
 class _Work:
-    """Computes a replica's parts of a batch, and combines the values that they compute for variables.
+    """Computes a replica's parts of a batch, and combines the values that the parts compute for variables.
 
     A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
     A moving statistic adds its mean change in the parts with rows. Other variables keep their value of the last part.
