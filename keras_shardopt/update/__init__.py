@@ -50,7 +50,7 @@ STAGES: list[tuple[Place, Any]] = [
 
 
 def _rows(options: CrossShardOptions) -> list[Any]:
-    """Return the built-in stage classes and the user's extensions, in the order of the stages that they create."""
+    """Return the built-in stage classes and the user's extensions, in the order in which they process an update."""
     rows = [*STAGES, *((extension.place, extension) for extension in options.extensions)]
     return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 

@@ -46,7 +46,7 @@ class Accumulation(Stage):
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
-        """JAX: the mesh axis of replicas, if each sum has a first dimension with one entry per replica; or None."""
+        """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
         self.snapshots: list[Variable] = []
         """Copies of variables that forward passes change (moving means), from before the first micro-batch."""
         self._counts_rows = counts_rows
@@ -114,7 +114,7 @@ class Accumulation(Stage):
 
     @property
     def share(self) -> Any:
-        """This replica's `row_share`, averaged over the accumulation window; 1 if it is not recorded."""
+        """This replica's share of the rows, averaged over the accumulation window; 1 if not recorded."""
         return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
 
     @property
@@ -127,7 +127,7 @@ class Accumulation(Stage):
         return [*self._sums, *([] if self._share is None else [self._share])]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Add the gradients to the sums. After the last micro-batch of the accumulation window, call `proceed`."""
+        """Add the gradients to the sums. After the last micro-batch of the accumulation window, continue the update."""
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
@@ -181,7 +181,7 @@ class Accumulation(Stage):
         Args:
             grads: one tensor or None per position.
             positions: the positions of the variables among those of `build`.
-            share: this replica's `row_share`.
+            share: this replica's share of the rows of the batch.
 
         Returns:
             Whether the window is complete (a bool, or a scalar tensor equal on all replicas), and the sums.
@@ -290,7 +290,8 @@ class Accumulation(Stage):
         """Return the means over a complete accumulation window, from the sums that `add` returned.
 
         Returns:
-            The mean gradient of each variable (None without one), the variables' positions, and the mean `row_share`.
+            The mean gradient of each variable (None if it has no gradient), the variables' positions, and the mean
+            `row_share`.
         """
         # Drop variables of layers that were frozen during the accumulation window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))

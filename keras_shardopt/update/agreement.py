@@ -64,7 +64,7 @@ _LOSS = ("`loss`", "`loss_weights`")
 
 
 def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Compare this process's description with those of all others. All processes must call it together.
+    """Compare this process's description with those of all others. All processes must call this together.
 
     Args:
         mine: the description that `described` returned.

@@ -47,7 +47,7 @@ class StageContext:
 
     @property
     def optimizer(self) -> CrossShardProtocol:
-        """The `CrossShard`, for code that builds or replaces its components."""
+        """The optimizer itself."""
         return self._optimizer
 
     @property
@@ -144,5 +144,5 @@ class StageContext:
         return bool(self._optimizer.pipeline.reducer.has_finished)
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that use each micro-batch, not only their mean."""
+        """Pass the gradients of a micro-batch to stages that need the gradients of every micro-batch."""
         self._optimizer.pipeline.micro_batch(step, starts)

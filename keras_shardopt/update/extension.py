@@ -88,7 +88,7 @@ class Extension(Settings):
         """Raise ValueError if these `CrossShardOptions` contradict the extension."""
 
     def from_options(self, options: Any, context: StageContext) -> list[Stage]:
-        """Return the extension's stages for a `CrossShard` under construction."""
+        """Return the stages (steps of an update) of this extension, for a `CrossShard` under construction."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class ExtensionStage(Stage):
     """Reduces gradients over replicas in place of the default reducer; None for the default."""
 
     optimizers: Sequence[Any] = ()
-    """The stage's optimizers besides the inner one, such as one that updates averaged weights."""
+    """The stage's own optimizers, such as one that updates averaged weights."""
 
     saved_variables: Sequence[Variable] = ()
     """The stage's variables that optimizer files contain."""
@@ -130,7 +130,7 @@ class ExtensionStage(Stage):
         """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""
 
     def before_reading(self) -> None:
-        """Prepare weights for reading or saving. All processes call it together."""
+        """Prepare weights for reading or saving. Called on all processes together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
         """Return the collectives that this optimizer runs in a period of updates, and the number of these updates.
@@ -141,7 +141,7 @@ class ExtensionStage(Stage):
         return list(collectives), 1
 
     def save_state(self) -> list[np.ndarray]:
-        """Return the state of all replicas for a backup, if `keeps_state`. All processes call it together."""
+        """Return the state of all replicas for a backup, if `keeps_state`. Called on all processes together."""
         raise NotImplementedError
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Updates in one pass over memory, on backends with fused kernels."""
+"""Updates weights in one pass over memory, on backends with fused kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_shardopt.update.options import CrossShardOptions, HasOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import children
 
-# Backends with kernels that update in one pass.
+# PyTorch only: kernels that update weights in one pass over memory.
 _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 

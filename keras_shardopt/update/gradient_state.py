@@ -29,7 +29,7 @@ _DIVIDED_BEFORE = (
 )
 
 
-# Backends that can detect whether losses were divided by the number of replicas.
+# TensorFlow only: detects whether losses were divided by the number of replicas.
 _losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -39,7 +39,7 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 
 
 class GradientStateFinder:
-    """Determines how the gradients of a `CrossShard` arrive: local, divided, summed, or global (`GradientState`)."""
+    """Determines how gradients arrive at the optimizer: per replica, divided, summed, or averaged (`GradientState`)."""
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options

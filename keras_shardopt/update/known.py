@@ -22,7 +22,7 @@ class Known:
         return {**vars(self), "_version": None}  # a copy has another variable, so this version is invalid
 
     def of(self, variable: Variable) -> np.ndarray:
-        """Return the value. Read the variable only if it was assigned since the last call."""
+        """Return the variable's value, which is read only if it was assigned since the last call."""
         version = runtime.version(variable)
         if version != self._version:
             self.note(variable, ops.convert_to_numpy(variable))

@@ -47,7 +47,7 @@ def share_losses(model: Any) -> None:
 
 
 def mean_losses(model: Any) -> list[Any]:
-    """Return the metrics of a model that hold mean losses: the total, and one per output of several."""
+    """Return the metrics that hold a model's mean losses: the total, and one per output."""
     of_outputs = getattr(model._compile_loss, "metrics", None) or []
     return [tracker for tracker in [model._loss_tracker, *of_outputs] if tracker is not None]
 
@@ -162,7 +162,7 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether `values` has one entry per row of this replica. If the row count is a tensor, assume so."""
+    """Whether `values` has one entry per row of this replica. If the row count is a tensor, return True."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
@@ -175,7 +175,7 @@ def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
 
 
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
-    """Multiply a mean over this replica's rows by `row_share`. The mean over replicas is then that over all rows."""
+    """Scale a mean over this replica's rows, so the mean over replicas becomes the mean over all rows."""
     share = ops.cast(part.row_share, dtype_of(loss))
     # The mean over no rows can be NaN, and the sum over replicas would then be NaN too, so return 0.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))

@@ -94,7 +94,7 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more than `before` updates were skipped, once variables `after` are assigned."""
+        """Raise FloatingPointError if more than `before` updates were skipped. Wait for the assignments to `after`."""
         # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
@@ -167,7 +167,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return `found_inf` (nonfinite or not, replica, index) for gradients that are global already."""
+    """Return `Step.found_inf` for gradients that are already reduced over replicas."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 

@@ -73,7 +73,7 @@ def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
 
 
 def in_spelling_of(optimizer: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for a user's subclass `optimizer`: old arguments, not objects, if its constructor has these."""
+    """Return arguments for a user's subclass of `CrossShard`, which may still have old arguments."""
     names = inspect.signature(optimizer).parameters.keys()
     found = {**arguments, "extensions": list(arguments["extensions"])}
     for kind in KINDS:

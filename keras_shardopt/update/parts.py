@@ -52,7 +52,7 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sums over all parts, from `counted` or `others`. Raise NotCountedError if neither has them."""
+        """Return the sums over all parts, from `counted` or `others`. Raise NotCountedError if neither has the sums."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):

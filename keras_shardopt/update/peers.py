@@ -97,12 +97,10 @@ class Peers:
         runtime.no_compile(self._compare, self._optimizer._trainable_variables)
 
     def check_parts(self) -> None:
-        """Check that the state shards of all processes belong to the same update. All processes call it together.
+        """Check that the divided optimizer state of all processes belongs to the same update.
 
-        Call it before the values of process 0 are copied to all processes, because that copy contains no shards.
-
-        Raises:
-            ValueError: on every process.
+        All processes must call this together, before values of process 0 are copied to all processes, because the copy
+        contains no divided state. Raises ValueError on every process.
         """
         if self._agree:
             self._check_start()

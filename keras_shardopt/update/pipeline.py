@@ -28,7 +28,7 @@ _resumed_lock = threading.Lock()
 
 
 class Reducer(Protocol):
-    """Makes gradients global by all-reduce or reduce-scatter, after the backward pass or during it (in buckets)."""
+    """Averages or sums gradients over replicas, after the backward pass or during it (in buckets)."""
 
     transport: Transport
     """Encodes and sends gradients between replicas."""
@@ -44,7 +44,7 @@ class Reducer(Protocol):
         """Return the step with gradients reduced in buckets, without calling `Stage.local`; None without buckets."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Return the step with global gradients: whole, or this replica's slices."""
+        """Return the step with gradients reduced over replicas: whole, or this replica's slices."""
 
     def own_part(self, step: Step) -> Step:
         """Return a reduced step with only this replica's slices of gradients; the same step if state is not divided."""
@@ -61,7 +61,7 @@ class Pipeline:
 
     Args:
         stages: from the outermost to the innermost.
-        reducer: turns gradients into global ones.
+        reducer: averages or sums gradients over replicas.
         update: updates the weights with the final step.
         axis_name: str. JAX: the mapped axis of the replicas.
         classify: returns the step with its `gradient_state`.
@@ -77,7 +77,7 @@ class Pipeline:
     ) -> None:
         self.change(stages, reducer)
         self.end_watch: Callable[[], None] | None = None
-        """Removes the temporary stage that `update.watch` has inserted; None without one."""
+        """A function that removes the temporary stage of `update.watch`, or None."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
@@ -106,7 +106,7 @@ class Pipeline:
         """Whether no stage reads or changes the gradients."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to the stages that use each micro-batch, not only their mean."""
+        """Pass the gradients of a micro-batch to stages that need the gradients of every micro-batch."""
         for stage in self.stages:
             if stage._uses_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
@@ -118,7 +118,7 @@ class Pipeline:
         self.transport.reset()
 
     def before_reading(self) -> None:
-        """Notify extensions that weights are about to be read or saved. All processes call it together."""
+        """Notify extensions that weights are about to be read or saved. Called on all processes together."""
         for stage in self.stages:
             if isinstance(stage, ExtensionStage):
                 stage.before_reading()

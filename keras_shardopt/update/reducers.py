@@ -32,7 +32,7 @@ from keras_shardopt.update.scattered import AlongAxes
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer, Transport, transport_of
 
-# Backends that can reduce gradients during the backward pass.
+# PyTorch only: reduces gradients during the backward pass.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 # PyTorch only: predicts the memory of the buckets in which gradients are sent.
@@ -48,7 +48,7 @@ class GradientSlicer(Protocol):
     move: Callable[[Reduction, Transfer, Communicator], exchange.Moved]
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return this replica's slices of global gradients."""
+        """Return this replica's slices of gradients that are reduced over replicas."""
 
 
 class AllReduce:
@@ -151,7 +151,7 @@ class AllReduce:
 
 
 class ReduceScatter(AllReduce):
-    """Gives every replica its slices of the global gradients, because it holds only the state of these slices."""
+    """Gives every replica its slices of the reduced gradients, because it holds only the state of these slices."""
 
     def __init__(
         self, context: StageContext, options: CrossShardOptions, transport: Transport, shards: GradientSlicer

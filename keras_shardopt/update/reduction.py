@@ -67,7 +67,7 @@ class Reduction:
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
-        """Create the input from a step with local gradients, already weighted by rows."""
+        """Create the input from a step with this replica's gradients, already weighted by rows."""
         grads, variables, found = step.grads, step.variables, step.found_inf
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
@@ -121,13 +121,13 @@ class Reduction:
 
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
-    """Return the collective ("mean" or "sum") that makes gradients global, up to the factor of `rescaling`."""
+    """Return the collective that reduces gradients over replicas. `rescaling` returns the factor for the result."""
     # A prescaled gradient is already divided by the number of replicas, so the plain sum is the mean.
     return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor that turns a sum of prescaled gradients into the mean or the sum (`kind`) over `replicas`."""
+    """Return the factor that turns a sum of gradients, already divided by the replica count, into a mean or sum."""
     # Each prescaled gradient is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 

@@ -28,7 +28,7 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _ReplicaOption(Stage):
-    """Base class of stages that apply an option to each replica's gradients, the gradients of its mean loss."""
+    """Base class of stages that apply one option to the gradients of each replica's mean loss."""
 
     _option: str
 

@@ -12,7 +12,7 @@ from keras_shardopt.update.step import Step
 
 
 def zero_without_rows(step: Step) -> Step:
-    """Multiply the gradients by `Step.weight`. If this replica has no rows, return zeros and a `found_inf` of 0.
+    """Multiply the gradients by `Step.weight`. If this replica has no rows, gradients become 0 and count as finite.
 
     Gradients are not weighted by rows, because losses have already divided by the number of rows of all replicas.
     """

@@ -91,7 +91,7 @@ _joins_uneven_inputs: contextvars.ContextVar[bool] = contextvars.ContextVar("joi
 
 @contextlib.contextmanager
 def joining_uneven_inputs() -> Iterator[None]:
-    """Declare that a trainer makes all replicas end training together during the block."""
+    """In this block, a trainer makes all replicas end training together, even with different numbers of batches."""
     token = _joins_uneven_inputs.set(True)
     try:
         yield

@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
 
 
 class Transfer:
-    """Runs one reduction of gradients. Replicas exchange all other tensors through the communicator."""
+    """Runs one reduction of gradients over replicas."""
 
     scatters: bool = True
     """Whether this class implements `reduce_scatter`."""
@@ -80,7 +80,7 @@ class Transfer:
 
 
 class Transport:
-    """Sends gradients unchanged. Subclasses encode them."""
+    """Sends gradients between replicas unchanged. Subclasses can encode gradients."""
 
     narrow: str | None = None
     """The half-precision dtype to which gradients are cast, if the transport changes nothing else; None otherwise."""

@@ -104,7 +104,7 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor in this replica's gradients, relative to those of its mean loss, such as the loss scale."""
+        """Return the factor of this replica's gradients, relative to those of its mean loss, such as the loss scale."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
@@ -198,7 +198,7 @@ class UserStage(Stage):
 
 
 def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
-    """Return `after`, the result of a user's stage, with gradients scaled by `unit`, as in `step` before the stage."""
+    """Return `after`, the result of a user's stage, with gradients scaled by `unit` again."""
     is_same = after.grads is own.grads
     return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 
