@@ -40,5 +40,6 @@ class StopOnNonFinite(keras.callbacks.Callback):
 
 
 def cross_shards_in(model: Any) -> list[CrossShard]:
-    """Returns each `CrossShard` among a model's optimizers and the optimizers inside them."""
+    """Returns each `CrossShard` (a wrapper that averages gradients) among a model's optimizers, nested ones included.
+    """
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]

@@ -68,7 +68,7 @@ def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def own_seconds(table: np.ndarray) -> np.ndarray:
-    """Return the seconds per step of each process, without waiting. A compiled step counts entirely."""
+    """Return the seconds per step in which each process does not wait."""
     return table[:, : len(OWN)].sum(axis=1)
 
 

@@ -237,7 +237,7 @@ class StepReport(keras.callbacks.Callback):
         return train_function
 
     def _close_window(self) -> None:
-        """Exchange the times of the last steps. All processes call it together, and find the same slow process."""
+        """Exchange the times of the last steps. All processes call this together, and find the same slow process."""
         seconds, num = self._recorder.stop(), self._num_in_window
         mine = [*[seconds.get(phase, 0.0) / num for phase in (*OWN, "waiting")], 0.0, 0.0]
         if self._is_shared:

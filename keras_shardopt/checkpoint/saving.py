@@ -417,7 +417,7 @@ class _DelayedErrors:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """Makes this process gather all divided state once, even if its save in the block fails, so no process hangs."""
+    """In this block, which saves the model, take part in gathering state even if saving fails, so no process hangs."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield

@@ -78,7 +78,7 @@ def is_stored_whole(optimizer: Optimizer) -> bool:
 
 
 def saved_variables(model: Any) -> list[keras.Variable]:
-    """Returns the variables of which a backup stores rank 0's value, because all processes have the same value."""
+    """Returns the variables that are equal on all processes, so a backup stores rank 0's values."""
     return [*model.variables, *buffers_of(model), *optimizer_variables(model)]
 
 
@@ -104,7 +104,7 @@ def extensions_of(model: Any) -> list[tuple[Any, str]]:
 
 
 def cross_shards_of(model: Any) -> list[Any]:
-    """Returns each `CrossShard` in the optimizers of a model."""
+    """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
 
 

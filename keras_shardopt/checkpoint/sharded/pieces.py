@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 def write_process(folder: str, index: int, sources: Mapping[str, Source], about: dict[str, Any]) -> None:
-    """Write the pieces of one process, then its report: a list of the pieces, and `about`.
+    """Write the pieces of one process, then its report: a list of the pieces, and the dict `about`.
 
     Raises:
         OSError: if the folder cannot be written to.

@@ -330,7 +330,7 @@ def get_regularization_loss(model: Any) -> Tensor:
 
 
 def _reducer_of(optimizer: Optimizer) -> Any:
-    """Return the outermost `CrossShard` of an optimizer, or None."""
+    """Return the outermost `CrossShard` (a wrapper that averages gradients) of an optimizer, or None."""
     found = cross_shards(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
     return found[0] if found else None
 

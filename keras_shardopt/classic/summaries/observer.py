@@ -144,7 +144,7 @@ class Observer:
         self._run_hooks(wrapper, "before_transform", grads, variables)
 
     def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Measure the gradients that `wrapper` passes to its inner optimizer. The wrapper calls this."""
+        """Measure the gradients that `wrapper` passes to its inner optimizer."""
         self._run_hooks(wrapper, "before_update", grads, variables)
 
     def _run_hooks(self, wrapper: OptimizerWrapper, when: str, grads: Gradients, variables: Sequence[Variable]) -> None:

@@ -23,7 +23,7 @@ SUMMARIES = [
 """The names of summaries that users can pass."""
 
 STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
-"""For each summary that a `Stage` of `CrossShard` measures: a function that creates the stage; its attribute by tag."""
+"""For each summary that a `Stage` measures: a function that creates the stage, and its attribute for each tag."""
 
 
 def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
