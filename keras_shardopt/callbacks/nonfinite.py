@@ -40,6 +40,5 @@ class StopOnNonFinite(keras.callbacks.Callback):
 
 
 def cross_shards_in(model: Any) -> list[CrossShard]:
-    """Returns each `CrossShard` (a wrapper that averages gradients) among a model's optimizers, nested ones included.
-    """
+    """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model, also nested ones."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
