@@ -57,10 +57,7 @@ _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement of Keras's `save_model` or `save_weights` that includes optimizer state of all processes.
-
-    Modules that have already imported Keras's function get the replacement too.
-    """
+    """Return a replacement of Keras's `save_model` or `save_weights` that includes optimizer state of all processes."""
     if hasattr(in_keras, "saves_complete_files"):
         return in_keras
 

@@ -15,10 +15,7 @@ from keras_shardopt.optimizers.cross_shard import cross_shards
 
 
 def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fit`, `evaluate` or `predict` with `verbose=0`, if the method accepts that argument.
-
-    A model may override the method with another signature.
-    """
+    """Call `fit`, `evaluate` or `predict` with `verbose=0`, if the method accepts that argument."""
     parameters = inspect.signature(real).parameters
     taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     bound = inspect.signature(real).bind(*args, **kwargs)
@@ -35,10 +32,7 @@ def reducers_in(model: Any) -> list[Any]:
 
 
 def before_reading(reducers: Sequence[Any]) -> None:
-    """Average the weights over replicas before they are read, if replicas train apart (local SGD).
-
-    All processes must call this function together.
-    """
+    """Average weights that differ between replicas (local SGD) before they are read. All processes must call this."""
     for reducer in reducers:
         reducer.pipeline.before_reading()
 

@@ -153,10 +153,7 @@ def _separate_training(model: Any) -> str:
 
 
 def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `Model.fit` that first calls `prepare` if needed.
-
-    It warns or raises ValueError if processes would train separate copies of the model.
-    """
+    """Return a replacement of `Model.fit` that calls `prepare` if needed, or raises if processes train separately."""
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -110,10 +110,7 @@ _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 
 def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return the index, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite.
-
-    None entries and the next values of variables with `overwrite_with_gradient` are ignored.
-    """
+    """Return the index, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite."""
     checked = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not checked:
         return ops.zeros((), "int32")
@@ -156,10 +153,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` from reduced flags and the index, from 1, of the first nonfinite sum (0: all are finite).
-
-    The sums are checked too, because a sum can overflow even if all its terms are finite.
-    """
+    """Return `Step.found_inf` from reduced flags and the index, from 1, of the first nonfinite sum, or 0."""
     source = nonfinite_source(flags, num_variables, num_replicas)
     is_known = source[1] >= 0
     is_bad = ops.where(is_known, ops.ones_like(position), position)

@@ -232,10 +232,7 @@ class _Parts:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """Return the divisors of losses (such as the sum of a mask), summed over all parts of the batch.
-
-        This runs the model forward, but XLA removes all computations that the counts do not need.
-        """
+        """Return the divisors of losses (such as the sum of a mask), summed over all parts of the batch."""
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)

@@ -18,10 +18,7 @@ from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
-    """Returns each replica's own gradients, not the mean over replicas. In the warm-up of local SGD, returns the mean.
-
-    Gradients are weighted by the rows of the replica. Each replica checks only its own gradients for NaN.
-    """
+    """Returns each replica's own gradients. In the warm-up of local SGD, returns the mean over replicas."""
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
         # Send gradients of the warm-up without the codec, because its stored errors belong to weights, not gradients.

@@ -195,10 +195,7 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Copy the values of variables that other code has set to the rows of all replicas.
-
-        If one weight was set, copy all weights. After `forget`, copy all variables.
-        """
+        """Copy the values of variables that other code has set to the rows of all replicas."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None

@@ -495,8 +495,7 @@ class LocalUpdates(ExtensionStage):
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the values of non-trainable and optimizer variables after the step of one replica.
 
-        If the step skipped its update, return the earlier values, except for counters. `state` and `result` have the
-        order of Keras' training step.
+        If the step skipped its update, return the earlier values, except for counters.
         """
         rollback = self._optimizer._rollback
         if rollback is not None:

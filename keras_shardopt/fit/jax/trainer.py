@@ -227,10 +227,7 @@ def _let_assign_alone(model: Any) -> None:
 
 @contextlib.contextmanager
 def _forgetting_failure(model: Any) -> Iterator[None]:
-    """Drop the training state `_jax_state` if a call on one batch fails.
-
-    Variables still have their values then, and values of an earlier training state must not replace them.
-    """
+    """If a call on one batch fails, drop the training state `_jax_state`, because variables still have their values."""
     try:
         yield
     except BaseException:

@@ -230,10 +230,7 @@ def _copied(value: Any) -> Any:
 
 
 def _build_optimizers(model: Any, data_batch: Any) -> None:
-    """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it.
-
-    To find the variables of each optimizer, trace the step without running it, and record the arguments of `apply`.
-    """
+    """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it."""
     strategy = model.distribute_strategy
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     variables_of: dict[int, list[Any]] = {}

@@ -234,10 +234,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes the share of one part in the divisors of losses, such as the sum of a mask.
-
-        It runs the model forward, but TensorFlow prunes all operations that the counts do not need.
-        """
+        """Return a function that computes one part's share of the divisors of losses, such as the sum of a mask."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
