@@ -1,7 +1,7 @@
 """The replicas and their collectives: the interface that each backend implements.
 
-A backend states facts (`num_replicas`, `replica_id`, `gradient_state`) and moves lists of tensors between replicas. It
-makes no decisions. A single replica has its own class (`SingleReplica`), so callers need no special case for it.
+A backend states facts (`num_replicas`, `replica_id`, `gradient_state`) and moves lists of tensors between replicas. A
+single replica has its own class (`SingleReplica`), so callers need no special case for it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """Whether a step's losses confirm the detected `GradientState`, and warnings about possible problems."""
+    """The basis on which `Communicator.gradient_state` chose its result, and warnings about possible mistakes."""
 
     is_of_this_step: bool = True
-    """Whether the `GradientState` follows from losses of this step, not from those of an earlier step."""
+    """Whether the result follows from losses of this training step, not from losses of an earlier step."""
 
     doubts: Sequence[str] = ()
-    """The texts of warnings about possible problems, each with a remedy."""
+    """The text of each warning, with a remedy."""
 
 
 class Communicator(abc.ABC):
@@ -60,7 +60,7 @@ class Communicator(abc.ABC):
     """This replica's index: an int, or a scalar tensor if one traced program serves all replicas."""
 
     is_spmd: bool = True
-    """Whether one traced program serves all replicas. A `None` gradient is then `None` on all of them."""
+    """Whether all replicas run one traced program. A gradient that is None on one replica is then None on all."""
 
     is_multi_process: bool = False
     """Whether some replicas run in other processes. Those processes must make the same calls."""
@@ -70,26 +70,26 @@ class Communicator(abc.ABC):
 
     @property
     def world(self) -> Communicator:
-        """The communicator of all replicas: this one, or the one it was split from."""
+        """The communicator of all replicas. `split` makes communicators of fewer replicas."""
         return self if self._world is None else self._world
 
     @property
     def members(self) -> Any:
-        """The ids of these replicas in `world`, ascending: ints, or a tensor if `replica_id` is a tensor."""
+        """The ids of this communicator's replicas, ascending: ints, or a tensor if `replica_id` is a tensor."""
         if self._groups is None:
             return range(self.num_replicas)
         return self._members_by_id[self.world.replica_id]
 
     @property
     def _members_by_id(self) -> list[Sequence[int]]:
-        """The ids of the replicas in each replica's group, indexed by replica id in `world`."""
+        """For each of all replicas, the ids of the replicas in its group."""
         assert self._groups is not None
         by_id = {replica: group for group in self._groups for replica in group}
         return [by_id[replica] for replica in range(len(by_id))]
 
     @property
     def _positions_by_id(self) -> list[int]:
-        """Each replica's position in its group, indexed by replica id in `world`."""
+        """For each of all replicas, its position in its group."""
         return [members.index(replica) for replica, members in enumerate(self._members_by_id)]
 
     def split(self, groups: Groups) -> Communicator:
@@ -192,10 +192,10 @@ _MIN_BUCKET_BYTES = 2**20
 
 
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
-    """Return the size limit of a bucket, a group of gradients that are sent together. `num_bytes` is the size of all.
+    """Return the maximum bytes of a bucket, a group of gradients that are sent together.
 
-    The limit is `bucket_bytes`. If that would give fewer than four buckets, the limit is a quarter of `num_bytes`, but
-    at least 1 MiB. With several buckets, all except the last can be sent before the backward pass ends.
+    The result is `bucket_bytes` or a quarter of `num_bytes` (the bytes of all gradients), whichever is smaller. With
+    several buckets, all except the last can be sent before the backward pass ends.
     """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 
@@ -203,8 +203,8 @@ def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
     """Group tensors, in the given order, into buckets of at most `bucket_bytes`. Yield lists of their positions.
 
-    `order` lists the positions of the tensors and must not be empty. `num_bytes` has the size of each tensor. A tensor
-    above the limit has its own bucket.
+    `order` lists the positions of the tensors and must not be empty. `num_bytes` has the size of each tensor. A larger
+    tensor has its own bucket.
     """
     bucket: list[int] = []
     size = 0

@@ -77,7 +77,7 @@ class Task:
 
 
 def started_by() -> Task | None:
-    """Return the index of this process among the copies of its program, and their machines. None for a single copy."""
+    """Return facts about the copies of this program that a command such as `srun` started. None for a single copy."""
     found = [row for row in _COMMANDS if _number(row[1]) > 1 and (row[0] != "srun" or _is_step())]
     if not found:
         return None
@@ -105,7 +105,7 @@ def started_by() -> Task | None:
 
 
 def _starter() -> str:
-    """Return the id of the process that started all copies on this machine. A script may run between it and a copy."""
+    """Return the id of the process that started all copies of this program on this machine."""
     with contextlib.suppress(OSError, AttributeError):  # `mpiexec` starts the leader of each session
         return _stat(os.getsid(0))[1]
     return str(os.getppid())
@@ -135,14 +135,14 @@ def _number(variable: str, default: int = 0) -> int:
 
 
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
-    """Return the machine of each task of this SLURM step, or only the first, and the number of tasks on this one."""
+    """Return the machines of the tasks in this SLURM step, or only the first, and the number of tasks on this one."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     counts = _tasks_per_node()
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
     # By default, SLURM assigns tasks in blocks. Otherwise only the first task is certain to be on the first machine.
     is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    # Test the name of the distribution too, because the first test can differ between tasks. With one task per machine,
-    # ignore the name, because SLURM can then call blocks "cyclic".
+    # Test the name of SLURM's distribution too, because the first test can differ between tasks. With one task per
+    # machine, ignore the name, because SLURM can then call blocks "cyclic".
     is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number("SLURM_NODEID")
     return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1
@@ -159,7 +159,7 @@ def _tasks_per_node() -> list[int]:
 
 
 def expanded(nodes: str) -> list[str]:
-    """Return the names in a list of SLURM, as `scontrol show hostnames` does: "gpu[1-2,07]" is gpu1, gpu2 and gpu07."""
+    """Return the host names in a SLURM node list: "gpu[1-2,07]" gives gpu1, gpu2 and gpu07."""
     names = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         found = [""]

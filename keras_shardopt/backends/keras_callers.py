@@ -36,7 +36,10 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """Return the innermost instance of `kind` that runs `method` (None for any) and meets `condition`, or None."""
+    """Return the object of class `kind` with a running method, the innermost in the call stack. None without one.
+
+    `method` is the method's name (None for any), and `condition` a test of the object.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if method is None or frame.f_code.co_name == method:

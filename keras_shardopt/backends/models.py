@@ -93,18 +93,18 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return a prepared model's buffers, which must be equal on all ranks. Empty during an epoch, when they differ."""
+    """Return the buffers of a model if they must be equal on all ranks: after `prepare`, except during an epoch."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """Return the variables in `layer.states`: recurrent states of each row of a batch, which Keras may not track."""
+    """Return the recurrent states of a layer: the non-trainable variables in `layer.states`."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
 
 def ids_of_states(model: Any) -> set[int]:
-    """Return the `id` of each per-row state variable of the model's layers."""
+    """Return the `id` of each variable with a recurrent state in the model's layers."""
     return {id(state) for layer in layers_of(model) for state in states_of(layer)}
 
 
@@ -129,7 +129,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a method of the class to record the instance of each call. Older instances are found by `scan`."""
+        """Wrap a method of the class, so each call records its instance."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,11 +156,11 @@ noting_models = noting_compiled = living_models.noting
 
 
 class Prepared:
-    """The base class of models that `prepare` has changed. Their `fit` trains on all replicas together."""
+    """The base class of models passed to `prepare`. Their `fit` trains on all replicas together."""
 
 
 def is_prepared(model: Any) -> bool:
-    """Return whether `prepare` has changed a model."""
+    """Return whether the model was passed to `prepare`."""
     return isinstance(model, Prepared)
 
 
@@ -207,9 +207,9 @@ def take_out(thing: Any) -> None:
 
 
 def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
-    """Return the subclass of these mixins and the user's class, shared by all models of the user's class.
+    """Return a class that inherits from the mixins and from `cls`, the user's class.
 
-    A call of the subclass, and a pickle or copy of its instance, give an object of the user's class.
+    A call of the new class, and a copy or pickle of its instance, give an instance of `cls`.
     """
     made: Any = _made.get((cls, *mixins))
     if made is not None:

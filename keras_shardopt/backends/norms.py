@@ -23,7 +23,7 @@ _finite = for_backend(
 
 
 def global_norm(values: Sequence[Tensor | None]) -> Tensor:
-    """Return the L2 norm of all elements of all tensors, with a faster function of the framework if it has one."""
+    """Return the L2 norm of all elements of all tensors."""
     given = [value for value in values if value is not None]
     if _direct is None or not given or not _direct.are_plain(given):
         return numerics.global_norm(values)
@@ -82,7 +82,7 @@ def are_surely_finite(values: Sequence[Tensor]) -> bool:
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
-    """Return whether any element is not finite (a scalar bool). None on backends on which `largest` is as fast."""
+    """Return a scalar bool tensor: whether any element is NaN or infinite. None on PyTorch: use `largest` there."""
     return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite is not None else None
 
 

@@ -1,12 +1,12 @@
-"""Functions of Keras that this package replaces. Importing the package replaces none: `install` does it at first use.
+"""Functions of Keras that this package replaces. `install` replaces them at their first use, not on import.
 
 | use | first use |
 |---|---|
 | "optimizers" | the first wrapper, `data_parallel()`, `shard_data`, `synchronize_batch_normalization` |
 | "reduction" | the first `CrossShard` |
-| "prepare" | the first prepared model |
-| "batches" | the first prepared model, or `data_parallel()` with several replicas |
-| "losses" | the first loss that replicas share |
+| "prepare" | the first call of `prepare` |
+| "batches" | the first call of `prepare`, or `data_parallel()` with several replicas |
+| "losses" | the first loss that is divided by the rows of all replicas |
 | "skips" | the first optimizer that can skip updates |
 | "randomness" | the first optimizer that is built for several replicas |
 

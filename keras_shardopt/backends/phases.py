@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Recorder:
-    """Adds up the seconds of each phase on the thread that created the recorder. A nested phase pauses the outer phase.
+    """Measures the seconds that its thread spends in each phase. A phase inside another phase counts alone.
 
     Args:
         phase: the phase that runs while no other phase does.
@@ -22,12 +22,12 @@ class Recorder:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Start recording. A recorder that is running stops."""
+        """Start measuring. Any other recorder stops."""
         global _active
         self._since, _active = time.perf_counter(), self
 
     def stop(self) -> dict[str, float]:
-        """Stop recording until `start`. Return the seconds of each phase since the last `stop`."""
+        """Stop measuring until `start`. Return the seconds of each phase since the last `stop`."""
         global _active
         if _active is self:
             self._count()
@@ -36,11 +36,11 @@ class Recorder:
         return found
 
     def pause(self) -> None:
-        """Stop recording until `start`, and keep the seconds."""
+        """Stop measuring until `start`. The next `stop` also returns the seconds measured so far."""
         self._seconds = self.stop()
 
     def is_active(self) -> bool:
-        """Whether this is the recorder that records now."""
+        """Return whether this recorder is measuring."""
         return _active is self
 
     def change(self, phase: str | None) -> None:

@@ -37,8 +37,8 @@ class Placement:
     ) -> None:
         """Prepare to build an optimizer that reduces gradients for these trainable variables.
 
-        Afterwards, replicas draw different random numbers in training steps. Keras' built-in reduction in the
-        `innermost` optimizers is off while `optimizer` has reduced the gradients.
+        Replicas then draw different random numbers in training steps. The `innermost` optimizers do not reduce
+        gradients that `optimizer` has reduced.
 
         Raises:
             ValueError: if variables or optimizer were created for fewer replicas, or `shards_state` is impossible.
@@ -52,7 +52,7 @@ class Placement:
         is_loaded: bool = False,
         shards_state: bool = False,
     ) -> None:
-        """Check the placement before an update or its trace. Warn if a loaded model trains on one device only.
+        """Check the placement of variables before an update. Warn if a loaded model trains on one device only.
 
         Raises:
             ValueError: if these innermost optimizers would update the variables wrongly.
@@ -73,21 +73,20 @@ class Placement:
         return [None for _ in variables]
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
-        """Place new variables, with equal values on all replicas, on the devices of one program.
+        """Place new variables on the devices of this program.
 
         `how` is "replicated", "sharded" (as far as shapes allow), or "per_replica" (zeros for each replica, along a new
-        first dimension).
-        Return the name of the replica axis, or None with one replica.
+        first dimension). Return the name of the replica axis, or None with one replica.
         """
         del variables, how
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """Return this process's copies of a variable, outside a step. Of a sharded variable, return the first shard."""
+        """Return each copy of a variable in this process. For a sharded variable, return only the first shard."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
-        """Assign one array per copy in this process, or one array to all, outside a step."""
+        """Assign to all copies of a variable in this process: one array to each copy, or one array to all."""
         (array,) = arrays
         variable.assign(array)
 
@@ -96,7 +95,7 @@ class Placement:
         return sum(self.replica_values(variable)[0].nbytes for variable in variables)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        """Hash each replica's copy of each variable. All processes call it together and get the same result.
+        """Hash each replica's copy of each variable. All processes must call this together.
 
         The uint64 result has the shape `[num_replicas, num_variables]`, with 0 for sharded variables. Copies that
         differ in a single bit always have different hashes. Other differences, including permutations, collide with a

@@ -57,7 +57,7 @@ def seeding_without_tensorflow() -> Iterator[None]:
 
 
 def different_calls_message(calls: dict[int, str], noun: str, more: str = "") -> str:
-    """Return the error message for processes or ranks that make different calls. `calls` is keyed by their numbers."""
+    """Return the error message for processes or ranks that make different calls."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, and stop "
@@ -77,8 +77,8 @@ def check_same_calls(
 ) -> None:
     """Raise ValueError on all processes if they make different calls. `kinds` has a hash of each process's call.
 
-    If hashes differ, processes exchange descriptions for the error. `call` is this process's description, and completes
-    "rank 0 ...", such as "saves a model". `gather_letters` gathers equal-length lists of character codes.
+    `call` describes this process's call for the error message, such as "saves a model". `gather_letters` gathers
+    equal-length lists of character codes from all processes.
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -122,11 +122,10 @@ class MissingCallError(RuntimeError):
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Wait in a key-value store, as `Processes.barrier` does, until all processes have made this call.
+    """Wait until all processes have made this call. They communicate only through a key-value store.
 
-    It uses no collective, because another process could pair that with a different collective. `store` has the methods
-    `set`, `check` and `delete_key` of a `torch.distributed.Store`. `process` is (number of processes, this process's
-    index), and `noun` is "process" or "rank".
+    `store` has the methods `set`, `check` and `delete_key` of a `torch.distributed.Store`. `process` is (number of
+    processes, this process's index), and `noun` is "process" or "rank".
 
     Raises:
         MissingCallError: if some processes do not arrive in time. This process may call again.
@@ -159,7 +158,7 @@ class Processes:
     """Whether processes can initialize different weights. `Placement.broadcast_state` then makes them equal."""
 
     def creates_variables_collectively(self) -> bool:
-        """Return whether processes communicate to create a variable. They would hang if their optimizers differed."""
+        """Return whether processes communicate to create a variable. Processes with different optimizers then hang."""
         return False
 
     def num_replicas(self) -> int:
@@ -193,5 +192,5 @@ class Processes:
         yield World()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all processes, ordered by index. All processes must call it, also during a trace."""
+        """Return the values of all processes, ordered by process. All processes must call this together."""
         return [value]

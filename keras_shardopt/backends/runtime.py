@@ -39,7 +39,8 @@ class Runtime:
         Args:
             loss: returns the scalar, and an auxiliary tensor or None.
             variables: to differentiate with respect to.
-            axis_name: the axis of replicas, if each has its own loss. If None, `variables` may be non-trainable.
+            axis_name: the name of the replica axis, if each replica has its own loss. If None, `variables` may be
+                non-trainable.
             before_assign: called before each assignment that is deferred until after the loss.
         """
         del loss, variables, axis_name, before_assign
@@ -93,11 +94,17 @@ class Runtime:
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
-        """Call `function` on each replica with its entries of `stacked`: tensors with a first dimension of replicas.
+        """Call `function` on each replica, with that replica's row of each tensor in `stacked`.
 
-        `function` returns a list of tensors, a nest (lists and dicts) that is equal on all replicas, and a nest of
-        per-replica tensors. `map_replicas` returns these three, and stacks the per-replica tensors. `axes` belongs to
-        the list: the dimension along which a replica returns a slice of a tensor, or None for the full tensor.
+        Args:
+            function: returns a list of tensors, a nest (lists and dicts) of tensors that are equal on all replicas, and
+                a nest of tensors that differ.
+            stacked: a nest of tensors with one row per replica.
+            axes: for each tensor in the list, the dimension along which each replica returns a slice. None for a whole
+                tensor.
+
+        Returns:
+            The results of `function`: slices are concatenated, and different tensors are stacked.
         """
         del function, stacked, axes
         raise NotImplementedError("This Keras backend does not stack per-replica tensors.")
@@ -123,7 +130,7 @@ class Runtime:
         return True
 
     def version(self, variable: Variable) -> int | None:
-        """Return a number that each assignment changes, without waiting for a device. None if steps run no Python."""
+        """Return a number that each assignment to the variable changes. None if Python does not run in each step."""
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:

@@ -5,9 +5,9 @@ zeros in place of a gradient of None. Flags state which gradients it has, which 
 ended training.
 
 If only one replica froze a layer, its weights would differ from those of other replicas after the next update. Each
-replica therefore encodes the set of its trained variables as 10 chosen flags of 20, the marks. Different sets have
-different marks, except for one pair in 184,756. Each replica can then detect a different set in the sum of the marks,
-even if half precision makes the sum inexact.
+replica therefore sends a hash of the set of its trained variables: it sets 10 of 20 flags, the marks. Different sets
+have different marks, except for one pair in 184,756. The sum of the marks then shows a difference, even if half
+precision makes the sum inexact.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def even_range(size: int, process: tuple[int, int]) -> tuple[int, int]:
 
 
 _buffers: dict[tuple[np.dtype[Any], int], list[np.ndarray]] = {}
-"""Arrays that the next save reuses, by dtype and size. A completed save has written them. New memory takes longer."""
+"""Arrays of completed saves, by dtype and size. The next save reuses them, because new memory takes longer."""
 
 
 _copies: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
@@ -66,7 +66,7 @@ def host_copy(tensor: Any) -> np.ndarray:
         copy = values if values.flags.owndata else np.array(values)
         _copies[id(copy)] = copy
         return copy
-    buffer = free.pop().reshape(values.shape)  # a view: the copy that it was counts
+    buffer = free.pop().reshape(values.shape)  # a view of an array that `_copies` already counts
     np.copyto(buffer, values)
     return buffer
 

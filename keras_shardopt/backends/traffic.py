@@ -39,7 +39,7 @@ _open: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Collective]]:
-    """Yield a list that collects the collectives of the block. A compiled step calls them only while it is traced."""
+    """Yield a list of all collectives that the block calls. A compiled step calls them only during the trace."""
     found: list[Collective] = []
     token = _open.set(found)
     try:

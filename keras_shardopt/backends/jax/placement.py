@@ -35,7 +35,8 @@ Axes = list[tuple[str, ...]]
 def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
     """Return `axes`, extended by unused axes of the mesh, to divide an array into as many parts as possible.
 
-    If several results are equal, prefer one dimension for all added axes, then undivided dimensions, then first ones.
+    If several layouts are equally good, prefer one dimension for all added axes, then undivided dimensions, then first
+    ones.
 
     Args:
         shape: the shape of the array.
@@ -226,7 +227,7 @@ def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
 
 
 def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
-    """Place a tensor on all devices, divided by rows or whole on each. Inside `shard_map`, return it unchanged."""
+    """Place a tensor on all devices of the distribution: a slice of its rows on each, or the whole tensor on each."""
     distribution = keras.distribution.distribution()
     if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
         return tensor
@@ -235,7 +236,7 @@ def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
 
 
 def layout_of(variable: Variable) -> Any:
-    """Return the argument `layout` with which a new variable gets the layout of this variable."""
+    """Return the `layout` argument that gives a new variable the layout of this variable."""
     return variable._layout
 
 
@@ -271,7 +272,7 @@ _direct_assign_in_keras = keras.Variable._direct_assign
 
 
 def _direct_assign(variable: Variable, value: Any) -> None:
-    """Replaces Keras' method of that name. Inside `local_assignments`, for example, it does not communicate."""
+    """Replaces Keras' method of that name. Inside `local_assignments`, it does not communicate."""
     is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
     before: Any = getattr(variable, "_value", None) if is_alone else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable

@@ -134,6 +134,6 @@ runtime = JaxRuntime()
 
 
 OWN_GRADIENTS = "A stage's `local` or `replica_transform`"
-"""Names, in error messages, the code that runs on each replica's own gradients."""
+"""The name, in error messages, of the code that runs on each replica's own gradients."""
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

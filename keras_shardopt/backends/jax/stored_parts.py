@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Variable
 
 
 def own_parts(variable: Variable) -> OwnParts:
-    """Copy the shards that this process saves. If several processes hold the same shard, each saves a share of it."""
+    """Copy the shards that this process saves. Processes with copies of the same shard each save a part of it."""
     value = variable.value
     boxes: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():

@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate each tensor of the group's replicas. With `takes_part`, only their slices for this replica."""
+        """Concatenate each tensor over the group's replicas. With `takes_part`, use only this replica's slices."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "On TensorFlow, this `compression` needs a `MirroredStrategy` in one process. Received: another "
@@ -192,7 +192,7 @@ _READ = (
 
 
 def evidence_of(replicas: Communicator, state: GradientState | None = None) -> Evidence:
-    """Return the evidence for the detected `GradientState`. If the user set a `state`, return warnings against it."""
+    """Return warnings about the detected `GradientState`, or about the `state` that the user set."""
     if not isinstance(replicas, ReplicaContext):
         return Evidence()
     return replicas.evidence if state is None else Evidence(doubts=_objections(state))

@@ -1,9 +1,9 @@
 """Detects whether the loss of a replica's training step was divided by the number of replicas.
 
-A gradient does not show the division. It is detected in Keras' losses and penalties, `tf.nn.compute_average_loss`,
-`tf.nn.scale_regularization_loss`, and steps that read the number of replicas. While a step is traced, wrappers of these
-functions write notes into the replica context. If a step has several losses, the target of `GradientTape.gradient`
-shows to which loss a gradient belongs.
+A gradient does not show how its loss was divided. So wrappers note the division while a step is traced, in the replica
+context: in Keras' losses and penalties, `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, and reads of
+the number of replicas. If a step has several losses, the target of `GradientTape.gradient` shows to which loss a
+gradient belongs.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.losses.loss.reduce_values` - reduces the values of a loss to a scalar, and divides it.
@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies this replica's notes on losses to the replica context in which it is called."""
+    """Return a function that copies this replica's notes on losses to the replica context of its caller."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 

@@ -1,4 +1,4 @@
-"""Measures how long a message to the job's key-value store takes, and profiles a worker."""
+"""Measures how long a read from the job's key-value store takes, and profiles a worker."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDi
 
 
 def optimizer_created(optimizer: Optimizer) -> None:
-    """Record the number of replicas of a new optimizer. The first call also starts to watch for divided losses."""
+    """Record the number of replicas for which an optimizer is created, and install the detection of divided losses."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
     _make_trainer_raise(strategy)

@@ -24,16 +24,16 @@ def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def measured(variables: Sequence[Variable], buckets: Any) -> tuple[int, int]:
-    """Return the bytes of the variables' gradients, and the bytes of the memory in which buckets send gradients.
+    """Return the bytes of the variables' gradients, and the bytes of the memory used to send gradients.
 
     Args:
         variables: the trainable variables.
-        buckets: `Buckets`, or None.
+        buckets: the `Buckets`, groups of gradients that ranks send together, or None.
     """
     grads = [variable.value.grad for variable in variables]
     kept, sent = [grad for grad in grads if grad is not None and not grad.is_sparse], []
     for bucket in () if buckets is None else buckets:
-        shared = getattr(bucket, "shared", None)  # of sliced buckets, whose own memory has this rank's slices
+        shared = getattr(bucket, "shared", None)  # only a `SlicedBucket` has shared memory
         kept += () if shared is None else bucket.memory
         sent += bucket.memory if shared is None else shared
     sending = _memories(sent)

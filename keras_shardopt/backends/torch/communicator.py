@@ -78,8 +78,8 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def report_failure(self, words: str, first_member: int) -> None:
-        # Use the store, because ranks of other groups now run other code and join no collective. All ranks of this
-        # group write the same id, because they have counted the same failures.
+        # Use the job's key-value store, because ranks of other groups now run other code and join no collective. All
+        # ranks of this group write the same id, because they have counted the same failures.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         report_failure(f"{first_member}/{self._num_failures}", words)
@@ -226,7 +226,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """Copy rank 0's weights and state to this group's ranks. Return the factor of `Placement.broadcast_state`."""
+        """Copy weights and state from the group's first rank. Return the factor of `Placement.broadcast_state`."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self.model_and_seed_state(weights)

@@ -29,7 +29,7 @@ _ddps = Living(DistributedDataParallel)
 
 
 def noting_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap DDP's constructor to record forward passes of each DDP. DDPs that already exist are added by `scan`."""
+    """Wrap DDP's constructor, so forward passes of each DDP are recorded."""
     noting = _ddps.noting(init)
 
     def scan() -> None:

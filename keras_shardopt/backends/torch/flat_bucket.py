@@ -62,7 +62,7 @@ class FlatBucket:
         return self.flat, self.wide
 
     def local_nonfinite(self) -> list[int]:
-        """Return positions of non-finite gradients that sending freed. Empty, because this class frees no gradients."""
+        """Return the positions of non-finite gradients among those freed after sending. This class frees none."""
         return []
 
     @property
@@ -71,7 +71,7 @@ class FlatBucket:
         return self.flat[self.wide.numel() :]
 
     def open(self) -> None:
-        """Prepare to be filled. This class has nothing to do, because each bucket has its own memory."""
+        """Do nothing: this bucket always has its own memory."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
         """Copy a gradient times `weight`, or zeros for None, into the bucket."""
@@ -87,7 +87,7 @@ class FlatBucket:
             torch.div(grad, self.divisor, out=view)
 
     def encode(self) -> None:
-        """Encode the gradients before sending. This class has nothing to do, because it has no codec."""
+        """Do nothing: this bucket sends its gradients unencoded."""
 
     def send(self) -> Any:
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
@@ -101,10 +101,10 @@ class FlatBucket:
                 self.wide.mul_(self.factor)
 
     def finish(self) -> None:
-        """Complete the results once all buckets are received. This class has nothing to do: `receive` does all."""
+        """Do nothing: `receive` has filled the results."""
 
     def release(self) -> None:
-        """Free memory until the next reduction. This class has nothing to do, because it reuses the memory."""
+        """Do nothing: the next reduction uses the same memory."""
 
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)

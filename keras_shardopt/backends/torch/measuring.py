@@ -1,4 +1,4 @@
-"""Measures how long a message to the job's key-value store takes, and profiles a rank."""
+"""Measures how long a read from the job's key-value store takes, and profiles a rank."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ _MOVED_TO = "_keras_shardopt_moved_to"
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor shares its memory with no other tensor. Weights of a `Together` count as separate."""
+    """Return whether the tensor shares its memory with no other tensor, except with weights in the same `Together`."""
     memory = tensor.untyped_storage()
     return memory.nbytes() == tensor.nbytes or getattr(tensor, _MOVED_TO, None) == memory.data_ptr()
 

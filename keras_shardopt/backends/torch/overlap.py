@@ -146,7 +146,7 @@ class Buckets:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
         `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, the caller passes
-        `window` in the last micro-batch, to replace its gradients by the means over all micro-batches.
+        `window` in the last micro-batch, to replace the gradients by their means over all micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -503,7 +503,7 @@ class Buckets:
 
 
 def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Return a stand-in for a freed `.grad`: NaN in the weight's shape, in the memory of one number. None for None."""
+    """Return the new `.grad` of a weight after its gradient was freed: NaN in the weight's shape."""
     return None if grad is None else parameter.new_full((), math.nan).expand(parameter.shape)
 
 
@@ -522,7 +522,7 @@ class _Listener:
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
-"""Takes a variable's position and its gradient (or None) in the last micro-batch. Returns the mean over all of them."""
+"""Returns a variable's mean gradient over all micro-batches. Takes its position, and its gradient in the last one."""
 
 
 def _remove_hooks(hooks_and_keys: list[tuple[dict[int, Any], int]]) -> None:

@@ -53,11 +53,11 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""The time for which a waiting rank ignores a note of another rank, which may only have ended the same step earlier."""
+"""How long a waiting rank ignores another rank's note. That rank may only have ended the same step earlier."""
 
 
 class _Group:
-    """A default process group that `open_group` has opened, with the number of announcements so far, and more."""
+    """A default process group that `open_group` has opened, and counts of its announcements."""
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
         self.store = store
@@ -139,10 +139,10 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 
 
 def statistics_group() -> Any:
-    """Return the group of all ranks for layers' statistics. All ranks make the first call together.
+    """Return the process group of all ranks for statistics of layers such as `BatchNormalization`.
 
-    Gradients use another group, so ranks can send statistics and gradients in different orders. With a `SlicedBucket`,
-    ranks must not do that, because a bucket waits until the previous bucket has arrived.
+    All ranks must make the first call together. Gradients use another group, so their order relative to statistics can
+    differ between ranks.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -185,7 +185,7 @@ def job_store() -> Any:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Wait until all ranks have made this call, within the group's time limit. Other ranks also report a missing rank.
+    """Wait until all ranks have made this call, at most for the time limit of the group.
 
     Raises:
         RuntimeError: if a rank does not arrive in time, or the rank that hosts the store has ended.
@@ -218,7 +218,7 @@ _MESSAGE = "keras_shardopt/word"
 
 
 def report_failure(number: str, words: str) -> None:
-    """Write an error message with an id to the store, so ranks of other groups can raise the error too."""
+    """Write an error message with an id to the job's key-value store, for ranks of other groups."""
     with contextlib.suppress(RuntimeError):
         store = job_store()
         store.set(_FAILURE, f"{number} {words}")
@@ -286,7 +286,7 @@ def can_promise_steps() -> bool:
 
 
 def add_promised_steps(num_steps: int) -> None:
-    """Add `num_steps` to the number of steps that this rank has announced and not completed. It may be negative."""
+    """Add `num_steps` to the number of steps that this rank has announced and not completed."""
     if _open is not None:
         _open.num_due += num_steps
 
@@ -314,7 +314,7 @@ def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
             work.wait(datetime.timedelta(seconds=POLL_SECONDS))
             return
         if work.is_completed():
-            break  # it has failed, and `wait` below raises its error
+            break  # the collective has failed, and `wait` below raises an error
         assert _open is not None
         if announcement:
             _write_note(_open, _AWAY, announcement)
@@ -342,7 +342,7 @@ def _write_note(group: _Group, key: str, num_announced: int, words: str = "") ->
 
 
 def _read_note(group: _Group, key: str) -> tuple[int, str]:
-    """Return the number of announcements that a note's rank had made, and the note's text. -1 and "" without a note."""
+    """Return a note: how many announcements its rank had made, and the text. -1 and "" if the store has no note."""
     number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
     return int(number), words
 
@@ -472,7 +472,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call if all ranks answer in time, and the cause of the error. `words` gets other messages."""
+    """Return each rank's call if all ranks answer in time, and the cause of the error."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Close the connections, so collectives fail on ranks that wait for this rank. Those ranks answer only then.
         close_group(has_failed=True)
@@ -494,7 +494,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write this rank's sign of life. Append the signs in the store to `found`, until it has all or time is up."""
+    """Write this rank's sign of life. Append the signs in the store to `found`, until all are there or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):

@@ -154,7 +154,7 @@ def _step() -> Iterator[None]:
 
 
 def _draw_seed(seed: Any) -> Any:
-    """Replaces Keras' function of that name, to add a multiple of the rank in training steps."""
+    """Replaces Keras' function of that name. In training steps, adds a multiple of the rank to the seed."""
     drawn = _draw_seed_in_keras(seed)
     number = _part.get()
     if number is None:

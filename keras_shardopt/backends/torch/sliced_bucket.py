@@ -1,8 +1,8 @@
 """Buckets (gradients that ranks send together) for sharded optimizer state: each rank receives its slices of the sums.
 
 A bucket consists of a chunk for each rank, with that rank's slices. Gradients are copied into memory that buckets
-share, and freed. Besides its slices, a rank holds only the bucket that is filled, the bucket that is sent, and the data
-received for the latter.
+share, and freed. Besides its slices, a rank holds memory for only three things: the bucket being filled, the bucket
+being sent, and received data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The positions of each bucket's variables, with each rank's pieces, and the shapes of this rank's slices."""
+    """For each bucket, the positions of its variables and each rank's pieces. Also the shapes of this rank's slices."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]
@@ -110,7 +110,7 @@ class SlicedBucket:
         return list(self._pool.held.values())
 
     def open(self) -> None:
-        """Take a block of the shared memory. Copy the gradients into it that arrived while other buckets held it."""
+        """Take a block of the shared memory, and copy into it the gradients that `put` has stored."""
         size = self._num_ranks * self._own.numel()
         self._flat = self._pool.take(("sent", self._number % 2), size, self._own)
         self._filled = set()
@@ -145,7 +145,7 @@ class SlicedBucket:
                 torch.div(grad[first:last], self._divisor, out=target)
 
     def encode(self) -> None:
-        """Nothing to do, because this class has no codec."""
+        """Do nothing: this bucket sends its gradients unencoded."""
 
     def send(self) -> Any:
         flat = self._flat
@@ -183,10 +183,10 @@ class SlicedBucket:
             self.wide.add_(before)
 
     def finish(self) -> None:
-        """Nothing to do, because `receive` fills the results."""
+        """Do nothing: `receive` has filled the results."""
 
     def release(self) -> None:
-        """Nothing to do, because the next reduction uses the memory again."""
+        """Do nothing: the next reduction uses the same memory."""
 
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)

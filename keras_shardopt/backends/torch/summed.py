@@ -34,7 +34,7 @@ class _Summed(torch.autograd.Function):
 def summed(mine: Tensor, counts: bool) -> Tensor:
     """Return the sum of the ranks' equal-shaped tensors. All ranks call it and run its backward pass together.
 
-    `counts` is false if this rank's rows, and so its loss, do not count. Their gradient is then replaced by zeros.
+    `counts` is false if this rank's loss does not count. The gradient of `mine` is then zero.
     """
     total: Tensor = _Summed.apply(mine, counts)
     return total

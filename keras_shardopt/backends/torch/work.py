@@ -25,7 +25,7 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def count(function: Callable[[], Any]) -> tuple[float, int]:
-    """Return a call's work in FLOPs (a byte read or written is `_FLOPS_PER_BYTE`), and its number of operations."""
+    """Return the FLOPs and the number of operations of a call. A byte moved counts as `_FLOPS_PER_BYTE`."""
     with _Counter() as counter:
         function()
     return counter.work, counter.operations
