@@ -95,9 +95,8 @@ class Communicator(abc.ABC):
     def split(self, groups: Groups) -> Communicator:
         """Return the communicator of this replica's group, as `MPI_Comm_split` does.
 
-        Its `num_replicas` and `replica_id` count the group's members, and its collectives stay inside the group.
-        `gradient_state` remains the state over all replicas. All replicas call this together with the same `groups`:
-        equal-length lists of ids that cover every replica once. With a single group, the result is this communicator.
+        Its collectives stay inside the group. All replicas must make this call with the same `groups`: equal-length
+        lists of ids that cover every replica once.
         """
         if len(groups) == 1:
             return self
@@ -161,7 +160,7 @@ class SingleReplica(Communicator):
 class GlobalView(Communicator):
     """Several replicas that one program computes together, so each gradient is already the mean over replicas.
 
-    Collectives raise an error. `place` completes its message, for example "under a `keras.distribution`".
+    Collectives raise an error with `place` in the message, such as "under a `keras.distribution`".
     """
 
     replica_id = 0

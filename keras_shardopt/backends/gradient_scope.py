@@ -46,16 +46,13 @@ class GradientScope:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether incoming gradients are already reduced, over all replicas or a group."""
+        """Whether the gradients that optimizers receive are already reduced over all replicas or a group."""
         return self._num_inside > 0 or (self.outer is not None and self.outer.is_reduced)
 
     @contextlib.contextmanager
     def reduced(self) -> Iterator[None]:
-        """Mark gradients in this scope as reduced during the block.
-
-        The scope counts open blocks instead of setting a flag, because under MirroredStrategy each replica opens the
-        block in its own thread. The mark must last until all replicas have left the block.
-        """
+        """Mark gradients in this scope as reduced during the block."""
+        # Count the open blocks, because under MirroredStrategy each replica opens the block in its own thread.
         self._enter(1)
         try:
             yield

@@ -36,7 +36,7 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """Return the object of class `kind` with a running method, the innermost in the call stack. None without one.
+    """Return the innermost object of class `kind` in the call stack that runs a method, or None.
 
     `method` is the method's name (None for any), and `condition` a test of the object.
     """

@@ -61,7 +61,7 @@ def ones_where(chosen: Tensor, values: Tensor) -> Tensor:
 
 
 def unstacked(vector: Tensor, length: int) -> list[Tensor]:
-    """Return the elements of a vector as scalars."""
+    """Return the elements of a vector of this length as scalars."""
     return list(ops.unstack(vector, length) if _direct is None else vector.unbind())
 
 

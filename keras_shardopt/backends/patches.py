@@ -80,7 +80,7 @@ _lock = threading.RLock()
 
 
 def install(use: str) -> None:
-    """Replace the targets in the rows of `use` that exist in this Keras version. Repeated calls do nothing."""
+    """Replace the functions that the tables list under `use`, if this Keras version has them."""
     if use in _installed:
         return
     with _lock:

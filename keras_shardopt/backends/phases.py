@@ -9,7 +9,9 @@ from typing import Any
 
 
 class Recorder:
-    """Measures the seconds that its thread spends in each phase. A phase inside another phase counts alone.
+    """Measures the seconds that one thread spends in each phase of training, such as "input".
+
+    The time of a nested phase does not count for the outer phase.
 
     Args:
         phase: the phase that runs while no other phase does.

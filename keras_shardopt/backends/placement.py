@@ -114,9 +114,6 @@ class Placement:
     ) -> float:
         """Copy weights and state bitwise from the first process to all processes, or to the processes in `replicas`.
 
-        Does nothing if one process holds all replicas. The call before the first update passes `replicas`, and also
-        makes seeds equal.
-
         Returns:
             The factor for this replica's first gradients: 1 if all replicas had equal weights. Otherwise 0 on replicas
             with other weights than the first process, because their gradients belong to those weights. The factor on

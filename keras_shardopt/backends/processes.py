@@ -178,7 +178,7 @@ class Processes:
         return {}
 
     def process(self) -> tuple[int, int]:
-        """Return the number of processes that load data, and this process's index. Works also outside `open`."""
+        """Return the number of processes that load data, and this process's index."""
         return 1, 0
 
     @contextlib.contextmanager

@@ -134,10 +134,7 @@ class Runtime:
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Add each value to its variable. If `starts` is true, assign the value instead. A value of None means zeros.
-
-        `variables` can be tensors if Python runs in each step.
-        """
+        """Add each value to its variable, or assign the value if `starts` is true. A value of None means zeros."""
         for variable, value in zip(variables, values):
             # Choose between two values. A product with zero would not clear NaN, because NaN times zero is NaN.
             before = ops.convert_to_tensor(variable)

@@ -67,8 +67,7 @@ class SideChannel:
     def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
         """Return all replicas' flags, and the reduced `numbers`. `sums` is the result of `pack`, reduced with `op`.
 
-        If this replica has all gradients and reading the flags would wait for a device, return None in place of the
-        flags. `must_read` prevents that.
+        The flags are None if this replica has all gradients and reading would wait for a device, unless `must_read`.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]
@@ -114,10 +113,7 @@ class ReceivedFlags:
             )
 
     def check_same_variables(self) -> None:
-        """Raise ValueError, on every replica that calls it, if replicas train different variables.
-
-        The error names the variables and, if all replicas read the flags, the replicas.
-        """
+        """Raise ValueError on this replica if the replicas train different variables."""
         own, replicas = self.own, self.own.replicas
         marked = self.counts[len(own.present) :][:NUM_MARKS]
         if not any(count > 0 and not mine for count, mine in zip(marked, marks(own.trained))):

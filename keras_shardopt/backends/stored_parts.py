@@ -102,7 +102,7 @@ _arrays = for_backend({"jax": "keras_shardopt.backends.jax.stored_parts"})
 
 
 def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
-    """Copy to the host the part of a variable that this process saves. One process saves each element.
+    """Copy to the host the part of a variable that this process saves. Exactly one process saves each element.
 
     Args:
         variable: the variable, of which each process has a copy by default.

@@ -35,9 +35,6 @@ Axes = list[tuple[str, ...]]
 def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) -> Axes:
     """Return `axes`, extended by unused axes of the mesh, to divide an array into as many parts as possible.
 
-    If several layouts are equally good, prefer one dimension for all added axes, then undivided dimensions, then first
-    ones.
-
     Args:
         shape: the shape of the array.
         axes: the layout of the array in the model.
@@ -51,6 +48,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
         parts = [math.prod(mesh[name] for name in names) for names in divided]
         dimensions = sorted({d for d in chosen if d is not None})
         if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
+            # Of equally good layouts, prefer one dimension for all added axes, then undivided ones, then first ones.
             already = sum(bool(axes[d]) for d in dimensions)
             found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
     return min(found)[-1]
@@ -217,7 +215,7 @@ placement = JaxPlacement()
 
 
 def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
-    """Return the number of shards that `place(variables, "sharded")` makes of each variable, and of devices."""
+    """Return the number of shards of each variable after `place(variables, "sharded")`, and the number of devices."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return [1 for _ in variables], 1
@@ -418,7 +416,7 @@ def _words(value: Any) -> Any:
 
 
 def full_value(variable: Variable) -> np.ndarray:
-    """Return the whole variable. If processes hold shards of it, all must call this together."""
+    """Return the whole variable. If processes hold shards, all processes must call this together."""
     value = variable.value
     if value.is_fully_addressable or value.is_fully_replicated:
         return keras.ops.convert_to_numpy(variable)

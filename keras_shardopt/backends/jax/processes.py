@@ -194,7 +194,7 @@ def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) ->
 
 @functools.cache
 def _leave_at_once_on_errors() -> None:
-    """End a process after an uncaught error. JAX would wait, for minutes, until other processes end."""
+    """Make an uncaught error end this process at once. JAX would wait, for minutes, until other processes end."""
     python_hook, statuses = sys.excepthook, list[int]()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
@@ -215,9 +215,9 @@ def _leave_at_once_on_errors() -> None:
 
 
 def announce(call: str, number: int = 0) -> list[int]:
-    """Announce to all processes the call that they are about to make together. Return the int32 `number` of each.
+    """Announce the next call to all processes, which must make the same call. Return each process's int32 `number`.
 
-    `call` describes the call and completes "process 0 ...", such as "saves a model".
+    `call` describes the call, such as "saves a model".
 
     Raises:
         ValueError: on every process, if the `call` of some processes differs.
@@ -229,7 +229,7 @@ def announce(call: str, number: int = 0) -> list[int]:
 
 
 def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
-    """Return the picklable objects of all processes, in order. `call` is as in `announce`."""
+    """Return the picklable objects of all processes, in order. `call` is the purpose, such as "saves a model"."""
     if jax.process_count() == 1:
         return [value]
     # Wait for running steps. `gather_pickled` uses another thread. With one CPU device per process, its exchange could
@@ -304,7 +304,7 @@ def predicting_together() -> Iterator[None]:
 
 
 class _OverProcesses(keras.distribution.DataParallel):
-    """A distribution over several processes. Raises a clear error before Keras' `predict` fails with an unclear one."""
+    """A distribution over several processes that raises an error with advice if Keras' `predict` would fail."""
 
     @property
     def auto_shard_dataset(self) -> bool:

@@ -109,9 +109,9 @@ processes = TensorFlowProcesses()
 
 
 def announce(call: str, number: int = 0) -> list[int]:
-    """Announce to all workers the call that they are about to make together. Return the `number` of each.
+    """Announce the next call to all workers, which must make the same call. Return each worker's 32-bit `number`.
 
-    `number` has 32 bits, and `call` is as in `announce` of the JAX backend.
+    `call` describes the call, such as "saves a model".
     """
     strategy = tf.distribute.get_strategy()
     gathered = _gathered(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
@@ -121,7 +121,7 @@ def announce(call: str, number: int = 0) -> list[int]:
 
 
 def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
-    """Return the picklable objects of all workers, in order. `call` is as in `announce`."""
+    """Return the picklable objects of all workers, in order. `call` describes the purpose, such as "saves a model"."""
     strategy = tf.distribute.get_strategy()
     if num_workers(strategy) == 1:
         return [value]

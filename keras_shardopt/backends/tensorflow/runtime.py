@@ -79,7 +79,7 @@ def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
 
 
 def disable_reduction(optimizers: Sequence[Any], scope: GradientScope) -> None:
-    """Disable the built-in reduction of these innermost optimizers while gradients in this scope are reduced."""
+    """Keep these Keras optimizers from reducing gradients again that are already reduced, as recorded in `scope`."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
         # Replace the method on the instance, because a subclass would change the class name in saved models. Avoid

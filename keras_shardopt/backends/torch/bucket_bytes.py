@@ -43,7 +43,7 @@ def measured(variables: Sequence[Variable], buckets: Any) -> tuple[int, int]:
 def predicted(
     num_ranks: int, variables: Sequence[Variable], narrow: str | None, slices: Slices | None
 ) -> tuple[int, int]:
-    """Return the bytes in which buckets keep this rank's slices of gradients, and the bytes to send gradients.
+    """Predict the bytes of memory for this rank's slices of gradients, and for sending gradients.
 
     Args:
         num_ranks: the number of ranks.

@@ -63,7 +63,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def split(self, groups: Groups) -> Communicator:
-        """Return the communicator of this rank's group. All ranks together create each process group once."""
+        """Return the communicator of this rank's group. All ranks must make the first call together."""
         key = tuple(tuple(sorted(ranks)) for ranks in groups)
         if len(key) == 1:
             return self
@@ -185,9 +185,9 @@ class TorchProcessGroup(Communicator):
 
     @torch.no_grad()
     def begin(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Begin an all-to-all, all-gather or all-reduce sum, without recording its bytes.
+        """Begin an all-to-all, all-gather or all-reduce sum.
 
-        Return the pending collective, for `wait_for`, and a function that then returns the result.
+        Return the pending collective for `wait_for`, and a function that returns the result after the wait.
         """
         group, size = self._process_group, self.num_replicas
         if kind == "all_reduce":

@@ -19,7 +19,7 @@ from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 @dataclasses.dataclass
 class FlatBucket:
-    """A bucket of gradients that one all-reduce sums. `SlicedBucket` and `CodedBucket` have the same methods."""
+    """A bucket of gradients that one all-reduce sums. Other kinds of buckets have the same methods."""
 
     places: list[int]
     """The positions of the bucket's variables, in the order of their gradients in memory."""
@@ -53,7 +53,7 @@ class FlatBucket:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collectives that send this bucket, with tensors of the sizes sent, to count bytes."""
+        """The collectives that send this bucket, with their tensors, to count bytes."""
         return [("all_reduce", [self.flat])]
 
     @property
@@ -67,7 +67,7 @@ class FlatBucket:
 
     @property
     def flags(self) -> Tensor:
-        """This rank's flags (`side_channel.py`). After the reduction, the sums of all ranks' flags."""
+        """This rank's flags, such as whether it still trains. After the reduction, the sums of all ranks' flags."""
         return self.flat[self.wide.numel() :]
 
     def open(self) -> None:
@@ -118,9 +118,9 @@ def flat_buckets(
     compression: str | None,
     num_flags: int,
 ) -> list[FlatBucket]:
-    """Group tensors into flat buckets of about `bucket_bytes`. The last bucket ends with space for `num_flags` flags.
+    """Return buckets of about `bucket_bytes` for the gradients of these tensors.
 
-    Flags, such as the position of a non-finite gradient, are reduced with the gradients.
+    The last bucket ends with space for `num_flags` flags, such as whether this rank still trains.
     """
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.

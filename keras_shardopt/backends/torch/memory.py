@@ -18,9 +18,9 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @torch.no_grad()
 def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
-    """Make each variable for a slice of a weight a view of that slice. If that is impossible, copy the values.
+    """Let each slice variable share memory with its slice of a weight. If that is impossible, copy the values.
 
-    `parts` has tuples of the variable, its weight, and the start and end of the slice in the flattened weight.
+    `parts` has tuples of the slice variable, its weight, and the start and end of the slice in the flattened weight.
     """
     own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
     for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
@@ -73,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a new tensor for an all-gather, a row per rank: `own` in the row with index `row`, zeros elsewhere."""
+        """Return a new tensor for an all-gather, with a row per rank: `own` in the given row, zeros elsewhere."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made

@@ -17,7 +17,7 @@ _CACHED = 2**20
 
 
 def is_sum_finite(value: Tensor) -> Tensor:
-    """Return a scalar bool tensor: whether the sum of squares is finite. It is False also if the sum overflows."""
+    """Return a scalar bool tensor: whether the sum of squares is finite. False also if the sum overflows."""
     flat = value.reshape(-1)
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.to(torch.float32)

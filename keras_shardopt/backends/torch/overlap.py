@@ -145,8 +145,8 @@ class Buckets:
     def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
-        `counts` is false if this rank has no rows and sends zeros. With accumulated gradients, the caller passes
-        `window` in the last micro-batch, to replace the gradients by their means over all micro-batches.
+        `counts` is false if this rank has no rows and sends zeros. `window` replaces each gradient by its mean over all
+        micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -317,7 +317,7 @@ class Buckets:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collectives of the last update with the tensors they sent, until `release`."""
+        """The collectives of the last update, with the tensors sent."""
         return [sent for bucket in self._buckets for sent in bucket.sent]
 
     def __iter__(self) -> Iterator[Any]:
@@ -347,7 +347,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients. Repeat if a gradient changed on any rank. `adds` adds the sums to earlier results."""
+        """Send all gradients. Repeat if a gradient changed on any rank. With `adds`, add to earlier results."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -483,7 +483,7 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return `Step.found_inf`: 1, and the rank and position of the first non-finite gradient.
+        """Return 1, and the rank and position of the first non-finite gradient, for `Step.found_inf`.
 
         `mine` is that position among this rank's gradients, and `place` among the sums, counted from 1. 0 means none.
         """
@@ -543,7 +543,7 @@ def can_bucket(variables: Sequence[Variable]) -> bool:
 
 @torch.compiler.disable
 def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
-    """Return `Buckets(replicas, variables, *arguments)`, or None if unsupported. All processes call it together."""
+    """Return `Buckets(replicas, variables, *arguments)`, or None if unsupported. All processes must make this call."""
     if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
         return None
     return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

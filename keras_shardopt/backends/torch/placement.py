@@ -157,7 +157,7 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _factors() -> list[np.ndarray]:
-    """Return the random odd factors of the hash: for first words of the pairs in a chunk, second words, and chunks."""
+    """Return the random odd factors of the hash: for the first words of pairs, the second words, and chunks."""
     random = np.random.default_rng(1)
     return [
         (random.integers(0, 2**64, size, dtype="uint64") | np.uint64(1)).view("int64")

@@ -226,7 +226,7 @@ def report_failure(number: str, words: str) -> None:
 
 
 def failure() -> tuple[str, str] | None:
-    """Return the id and message of the last error in the store, or None."""
+    """Return the id and message of the last error that `report_failure` has written, or None."""
     with contextlib.suppress(RuntimeError):
         store = job_store()
         if store.check([_FAILURE]):
@@ -243,9 +243,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def announce(call: str, *numbers: int) -> list[list[int]]:
-    """Announce to all ranks the call that they are about to make together. Return each rank's two `numbers`.
+    """Announce the next call to all ranks, which must make the same call. Return each rank's two `numbers`.
 
-    `call` describes the call and completes "rank 0 ...", such as "saves a model". Omitted `numbers` are 0.
+    `call` describes the call, such as "saves a model". Omitted `numbers` are 0.
 
     Raises:
         ValueError: on every rank, if the `call` of some ranks differs.
@@ -254,7 +254,7 @@ def announce(call: str, *numbers: int) -> list[list[int]]:
 
 
 def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
-    """Like `announce`, but return a function that waits for the other ranks. That function then returns or raises."""
+    """Like `announce`, but return a function that waits for the other ranks, and then returns or raises."""
     wait_for_all = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
     def wait() -> list[list[int]]:
@@ -348,7 +348,7 @@ def _read_note(group: _Group, key: str) -> tuple[int, str]:
 
 
 def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str | None:
-    """Return the error with which another rank left `fit`, or "" if it only announced a later call. None if neither."""
+    """Return the error with which another rank left `fit`, or "" if a rank has announced a later call, or None."""
     found: list[str] = []
 
     def read_notes() -> None:
@@ -366,7 +366,7 @@ def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str |
 
 
 def _use_store(group: _Group, function: Callable[[], None]) -> None:
-    """Run a function that may wait for the store. Skip it while the previous function still waits."""
+    """Run `function`, which may wait for the store. Skip it while an earlier function still waits."""
     if group.store_thread is not None and group.store_thread.is_alive():
         return
 
@@ -381,7 +381,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
-    """Return the picklable values of all ranks, in order. `call` is as in `announce`."""
+    """Return the picklable values of all ranks, in order. `call` describes the purpose, such as "saves a model"."""
     # Avoid `dist.all_gather_object`, which would gather the lengths again after `announce`.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in announce(call, len(mine))]
