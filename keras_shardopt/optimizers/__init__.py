@@ -1,4 +1,4 @@
-"""The optimizers that wrap another one, one class family per file."""
+"""The optimizers that wrap another optimizer, each class in its own file."""
 
 from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.optimizers.gradient_clipping import GradientClipping

@@ -67,9 +67,10 @@ class ReportsCommunication:
     def communication_report(self) -> CommunicationReport:
         """Reports the bytes that each replica sends per update, their ratio to float32, and the collectives.
 
-        The report is empty before the first update, with one replica, and if gradients arrive reduced: under
-        PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without a per-replica option. With `LocalSGD`
-        the report is the mean over updates between two syncs. On PyTorch it is empty from warm-up to the first sync.
+        The report is empty before the first update, with one replica, and if the optimizer receives reduced gradients:
+        under PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without a per-replica option. With
+        `LocalSGD` the report is the mean over updates between two syncs. On PyTorch, the report is empty from the
+        warm-up to the first sync.
 
         Returns:
             A `CommunicationReport` with `bytes_per_update`, `float32_bytes`, `ratio`, `collectives`, `num_updates`.

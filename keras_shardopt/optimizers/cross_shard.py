@@ -169,7 +169,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """Number of micro-batches per update. If it is not set here, the value of the innermost optimizer."""
+        """The number of micro-batches per update, as set here or in the innermost optimizer."""
         own: int | None = self._options.gradient_accumulation_steps
         return super().gradient_accumulation_steps if own is None else own
 
@@ -201,7 +201,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """This optimizer's own variables in files: those of extensions. Files omit accumulated gradients."""
+        """The variables in files besides those of the inner optimizer. Accumulated gradients are omitted."""
         return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property
@@ -225,7 +225,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Reduces gradients over replicas, and updates. With accumulation, does so only in the last micro-batch."""
+        """Reduces gradients over replicas and updates variables. With accumulation, only in the last micro-batch."""
         if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:

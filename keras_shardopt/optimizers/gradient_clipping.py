@@ -161,8 +161,9 @@ def clip_gradients_by_norm(
 ) -> list[tuple[Tensor | None, Variable]]:
     """Clips the gradients of (gradient, variable) pairs by their global norm.
 
-    It clips like `clip_by_global_norm`; each gradient then has the dtype of its variable. Call it with global
-    gradients, before they are applied. `GradientClipping` does the same inside an optimizer.
+    The function clips like `clip_by_global_norm`; each gradient then has the dtype of its variable. Call it before an
+    optimizer applies the gradients, and after replicas have averaged them. `GradientClipping` does the same inside an
+    optimizer.
 
     Args:
         grads_and_vars: pairs of a gradient (or None) and its variable.

@@ -58,12 +58,12 @@ class AutomaticLossScaler:
       starts at 1, or at the bound nearest to 1.
 
     This class repairs two bugs of the original LogMax. On an overflow the original used $x = 2^{\text{log\_max}}$
-    instead of the logarithm, so the scale stayed at `scale_min` for about 11,860 steps. Here $x$ = `log_max`. A
-    gradient of zeros made its scale NaN permanently. Here it doubles the scale, because zeros may be underflow, and
-    leaves the means unchanged.
+    instead of the logarithm, so the scale stayed at `scale_min` for about 11,860 steps. Here $x$ = `log_max`. Gradients
+    of zeros made the original's scale NaN permanently. Here they double the scale, because zeros may be underflow, and
+    leave the means unchanged.
 
-    Pass it to `LossScaling` or `MixedPrecision`, or use it without an optimizer; it then keeps its state in variables.
-    Its methods work in compiled steps on TensorFlow and PyTorch. On JAX, use `next_state`, a pure function.
+    Pass a scaler to `LossScaling` or `MixedPrecision`, or use it without an optimizer. The scaler's state is in
+    variables. The methods work in compiled steps on TensorFlow and PyTorch. On JAX, use `next_state`, a pure function.
 
     Args:
         algorithm: "Backoff" (default) or "LogMax"; case is ignored.
@@ -118,7 +118,7 @@ class AutomaticLossScaler:
     # -- pure functions of the state -----------------------------------------------------------------------------
 
     def initial_state(self) -> list[tuple[str, float, str]]:
-        """Returns name, start value and dtype of each scalar of the state. The first scalar is the scale."""
+        """Returns the name, start value and dtype of each scalar of the state. The first scalar is the scale."""
         params = self.params
         if self.algorithm == "Backoff":
             return [("loss_scale", params["scale_max"], "float32"), ("good_steps", 0, _INT)]
@@ -182,7 +182,7 @@ class AutomaticLossScaler:
     # -- methods that read or change the state -------------------------------------------------------------------
 
     def build(self, add_variable: Callable[[str, float, str], Variable]) -> None:
-        """Creates the state with `add_variable(name, start, dtype)`. The optimizer that owns the scaler calls it."""
+        """Creates the variables of the state with `add_variable(name, start, dtype)`. The optimizer calls this."""
         if self._variables is not None:
             raise ValueError(
                 "An `AutomaticLossScaler` can be used by one optimizer only. Received: an object that another "
@@ -232,7 +232,7 @@ class AutomaticLossScaler:
         return True
 
     def _fast_check(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Returns the same as `check_grads`, but faster with "Backoff", which needs no `amax` of a good step."""
+        """Finds overflows like `check_grads`, but faster with "Backoff", which does not need the largest value."""
         if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
             if _are_surely_finite(grads):
                 return _nothing_found()

@@ -1,6 +1,6 @@
 """LossScaling: scales the loss against underflow in float16, and skips steps that overflow.
 
-`ScaledUpdate` is the base class that `MixedPrecision` shares.
+`ScaledUpdate` is the base class of `LossScaling` and `MixedPrecision`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale. A half-precision loss is cast to float32, so the product fits."""
+        """Returns the loss times the scale, in float32 for a half-precision loss."""
         loss = self.inner.scale_loss(loss)
         if not self._scales_loss:
             return loss
@@ -119,7 +119,7 @@ class ScaledUpdate(OptimizerWrapper):
         return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
     def _all_unscaled(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> Gradients:
-        """Returns the unscaled gradients, or `grads` unchanged if the inner optimizer divides them itself."""
+        """Returns the unscaled gradients, or `grads` unchanged if the inner optimizer will divide them by the scale."""
         plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
         if self._unscales_alike:
             # Divide in the dtype that `_unscaled` uses, because a scale of 1.001 would be 1 in bfloat16.
@@ -135,11 +135,11 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _unscales_alike(self) -> bool:
-        """Whether unscaling only divides all gradients by the scale, and does not change their dtype."""
+        """Whether unscaling only divides all gradients by the scale, without a change of dtype."""
         return True
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Decides alike on all replicas whether gradients overflow. Adjusts the scale, and updates without overflow."""
+        """Adjusts the loss scale, and updates the variables unless a gradient of any replica overflows."""
         scale = self._own_scale
         # Copy the scale, because `self._scaler.update` changes its variable before the division.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
@@ -240,20 +240,20 @@ class LossScaling(ScaledUpdate):
     $g / s$, divided in float32. This protects gradients from underflow in float16. The scale is one of:
 
     - a float: $s$ is constant, and no update is checked or skipped.
-    - "Backoff" or "LogMax": `AutomaticLossScaler` adjusts $s$ after every step. If a gradient has a NaN or an
-      infinite element, the step is skipped. It then changes only the scale and `skipped_steps`: no weight, slot,
-      counter, schedule, moving average, decay, accumulator, moving statistic or seed.
+    - "Backoff" or "LogMax": `AutomaticLossScaler` adjusts $s$ after every step. If a gradient has a NaN or an infinite
+      element, the step is skipped. A skipped step changes only the scale and `skipped_steps`: no weight, slot, counter,
+      schedule, moving average, decay, accumulator, moving statistic or seed.
 
-    Use it inside `CrossShard`: gradients are global there, so all replicas make the same decision. An overflow on any
-    replica makes the average overflow. Outside `CrossShard`, replicas exchange two numbers per step.
+    Use `LossScaling` inside `CrossShard`. Gradients are global there, so all replicas make the same decision. An
+    overflow on any replica makes the average overflow. Outside `CrossShard`, replicas exchange two numbers per step.
 
     Under the "mixed_float16" policy, `compile` adds no `LossScaleOptimizer` around `LossScaling` or its wrappers, so
     `auto_scale_loss=False` is not needed. bfloat16 has the range of float32, so it needs no loss scale.
 
     Callbacks can read `loss_scale` and `skipped_steps` of the outermost wrapper:
-    `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. Files store the inner optimizer's state as without
-    the wrapper, and the scale next to it. So `LossScaling(Adam())` loads a file of `Adam()`, with its current scale
-    unchanged, and vice versa.
+    `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. Files store the inner optimizer's state in the same
+    way as without `LossScaling`, and the scale separately. So `LossScaling(Adam())` loads a file of `Adam()` and then
+    keeps its current scale. `Adam()` loads a file of `LossScaling(Adam())`.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
@@ -264,7 +264,8 @@ class LossScaling(ScaledUpdate):
     Raises:
         TypeError: if `loss_scaling` is none of these.
         ValueError: if a float is not finite and > 0; if the algorithm or its parameters are invalid; if
-            `loss_scaling_params` come without the name of an algorithm; if a `LossScaleOptimizer` is around it.
+            `loss_scaling_params` come without the name of an algorithm; if a `LossScaleOptimizer` is around this
+            optimizer.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -280,8 +281,8 @@ class LossScaling(ScaledUpdate):
         [4.0, 1.0, 1.0]
 
     References:
-        The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`. It checked gradients after clipping, so LogMax
-        used values that were too small. Micikevicius et al., "Mixed Precision Training", 2018.
+        The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`. OpenSeq2Seq checked gradients after clipping, so
+        LogMax used values that were too small. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
     _scale_argument = "loss_scaling"

@@ -1,4 +1,4 @@
-"""`collected`: a block that collects the new optimizers that communicate with other replicas."""
+"""The context manager `collected` lists the optimizers that are created in its block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _collections: list[weakref.WeakSet[Any]] = []
 
 @contextlib.contextmanager
 def collected() -> Iterator[weakref.WeakSet[Any]]:
-    """Collects the optimizers created during the block, in a set of weak references that drops deleted optimizers."""
+    """Yields a set to which each optimizer created in the block is added. The set drops deleted optimizers."""
     found: weakref.WeakSet[Any] = weakref.WeakSet()
     _collections.append(found)
     try:

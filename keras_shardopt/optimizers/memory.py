@@ -1,4 +1,4 @@
-"""The memory of a replica by kind, predicted and measured."""
+"""Reports the memory of a replica by kind, such as weights or gradients, as predicted and as measured."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ class MixedPrecision(ScaledUpdate):
     The "float16" and "bfloat16" policies create such weights. Under "mixed_float16" and "mixed_bfloat16", Keras keeps
     float32 weights and casts them, so `MixedPrecision` is not needed.
 
-    - *Range.* A master weight outside float16's range becomes $\pm 65504$ in the weight. An update with NaN or
-      infinity in a gradient is skipped on all replicas and counted in `skipped_steps`. An `AutomaticLossScaler` then
-      also lowers the scale. bfloat16 has the range of float32 and needs no scale. Without one,
-      bfloat16 gradients are not checked.
+    - *Range.* A master weight outside float16's range becomes $\pm 65504$ in the weight. An update with NaN or infinity
+      in a gradient is skipped on all replicas and counted in `skipped_steps`. An `AutomaticLossScaler` then also lowers
+      the scale. bfloat16 has the range of float32 and needs no scale. Without a scale, bfloat16 gradients are not
+      checked.
     - *Changed weights.* If an element of a weight is not equal to its rounded master weight, other code has set it
       (`set_weights`, `load_weights`, a callback). The next update then starts from the weight. Other elements keep
       the full precision of the master weight.
@@ -58,9 +58,9 @@ class MixedPrecision(ScaledUpdate):
     - *Averages.* `use_ema` averages master weights and writes the averages to the weights when `fit` ends.
       `SwapEMAWeights` rounds them to the weights' dtype. It fails on TensorFlow, which swaps equal dtypes only.
 
-    Put it inside `CrossShard`, around other wrappers: `CrossShard(MixedPrecision(GradientClipping(...)))`.
+    Put this wrapper inside `CrossShard`, around other wrappers: `CrossShard(MixedPrecision(GradientClipping(...)))`.
     Master weights are optimizer state: `get_slot(weight, "master")`. Files store them next to the state of the inner
-    optimizer. After loading a file without them, they start from the weights.
+    optimizer. After loading a file without master weights, they start from the weights.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or its name or config.
@@ -123,7 +123,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The variables in files. `skipped_steps` of a constant scale is omitted, because older files lack it."""
+        """The variables in files. With a constant scale, `skipped_steps` is omitted, because older files lack it."""
         skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._saved_state if v is not skipped]
 
@@ -206,7 +206,7 @@ class MixedPrecision(ScaledUpdate):
         return self._scales_loss and not self._masters
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Copies values set by other code to the master weights, updates the masters, and rounds them to variables."""
+        """Adopts values set by other code, updates the master weights, and copies them to the weights, rounded."""
         pairs = self._masters
         for variable, master in pairs.values():
             master.assign(_synchronized(master, variable))
@@ -222,7 +222,7 @@ class MixedPrecision(ScaledUpdate):
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
     def _with_penalty(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
-        """Adds the gradient of the regularizer at the master weight, if the variable has a regularizer and a master."""
+        """Adds the gradient of the regularizer at the master weight, if the variable has both."""
         pair = self._masters.get(self._var_key(variable))
         if pair is None:
             return grad
@@ -297,7 +297,7 @@ class _OnMaster(keras.regularizers.Regularizer):
         return ops.stop_gradient(penalty) if self._owner_updates() else penalty
 
     def _owner_updates(self) -> bool:
-        """Whether the optimizer that trains on the current loss is the `MixedPrecision` `owner`, or wraps it."""
+        """Whether this regularizer's `MixedPrecision`, or a wrapper around it, trains on the current loss."""
         owner = self._owner()
         if owner is None:
             return False

@@ -1,4 +1,4 @@
-"""A shortcut for one replica: a `CrossShard` without further options directly calls the inner optimizer."""
+"""A shortcut for one replica: a `CrossShard` without further options calls the inner optimizer directly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.wrapping.chain import Wrapping
 
 
 class OneReplicaShortcut:
-    """Replaces an update of `CrossShard` by a direct call of the inner optimizer, if one replica needs nothing else."""
+    """A mixin for `CrossShard`: one replica calls the inner optimizer directly if no option prevents that."""
 
     _is_idle = False
     """Whether a single replica can call the inner optimizer directly. Set by `build`."""

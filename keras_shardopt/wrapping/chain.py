@@ -19,7 +19,7 @@ class Wrapping:
     _rollback: Any
 
     _needs_global_gradients: bool = False
-    """Whether this optimizer needs the gradients of all replicas, so `CrossShard` must be around it, not inside it."""
+    """Whether this optimizer needs the gradients of all replicas, so `CrossShard` must be around this optimizer."""
 
     _makes_gradients_global: bool = False
     """Whether the wrapped optimizers receive global gradients, combined over all replicas or towers."""
@@ -31,7 +31,8 @@ class Wrapping:
     """Whether this optimizer skips updates if gradients overflow (loss scaling)."""
 
     _shard_unit: Literal["element", "variable"] | None = None
-    """The smallest part of the gradients that this wrapper can process alone; None if it needs all gradients whole."""
+    """The smallest part of the gradients that this wrapper can process alone; None if the wrapper needs whole
+    gradients."""
 
     _sums_over_slices: bool = False
     """Whether this wrapper sums over all gradients (for a norm), slice by slice if the state is divided."""
@@ -47,7 +48,7 @@ class Wrapping:
 
 
 def innermost(optimizer: object) -> Any:
-    """Return the optimizer inside all wrappers: one with an update rule, or a `MultiOptimizer` of several."""
+    """Return the optimizer inside all wrappers, such as an `Adam`, or a `MultiOptimizer` of several optimizers."""
     while (inner := _inner_of(optimizer)) is not None:
         optimizer = inner
     return optimizer
@@ -84,8 +85,7 @@ def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
 def kind_of(optimizer: Optimizer) -> str:
     """Return the class name of the innermost optimizer; with a `MultiOptimizer`, also those of its optimizers.
 
-    The class determines the meaning of the arrays in files. The name has no module, because with the PyTorch backend
-    Keras defines the same optimizers in other modules.
+    Files contain this name, because the class determines the meaning of a file's arrays.
     """
     found = base_optimizers(optimizer)
     names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))
@@ -93,7 +93,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
-    """Return the keys (`_var_key`) of a variable, and of its slices that inner optimizers update in its place."""
+    """Return Keras' keys of a variable, and of the variables that inner optimizers update in its place."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *descendants(optimizer)]:
         if isinstance(wrapper, Wrapping) and wrapper.built:
@@ -103,7 +103,7 @@ def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
 
 
 def children(optimizer: Optimizer) -> list[Any]:
-    """Return the optimizers directly inside `optimizer`: several in a `MultiOptimizer`, none if it wraps none."""
+    """Return the optimizers directly inside `optimizer`: several in a `MultiOptimizer`, none in an `Adam`."""
     inner = _inner_of(optimizer)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 

@@ -81,12 +81,12 @@ class Rollback:
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer) -> Any:
-        """Prepare for an update by `optimizer`. Return the argument for `settle`."""
+        """Prepare for an update by `optimizer`. Return the argument `before` of `settle`."""
         save_before_assignments()
         return _Stamp(stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
-        """Restore variables if `optimizer` skipped the update. Otherwise keep saved values only while accumulating."""
+        """Restore the variables if `optimizer` has skipped the update."""
         if optimizer._collects or _more_gradients_follow.get():
             return
         after, window = stamp(optimizer._iterations), self.accumulators
@@ -155,7 +155,7 @@ class Rollback:
     # -- in the steps of `fit` -----------------------------------------------------------------------------------
 
     def _begin_step(self, is_compiled: bool) -> None:
-        """Begin a step of `fit`: discard values saved by forward passes without an update, and save all values now."""
+        """At the beginning of a step of `fit`, save the values of variables, and discard values saved earlier."""
         if self._within_window:
             for variable in self.variables if is_compiled else ():
                 _saved.save_once(variable)
@@ -206,7 +206,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """In the block, if `more_comes`, do not count an `apply` without an update as skipped: more gradients follow."""
+    """If more gradients follow, do not treat an `apply` without an update in this block as a skipped update."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -215,9 +215,9 @@ def before_more(more_comes: bool) -> Iterator[None]:
 
 
 def rollback_of(optimizer: Optimizer) -> Rollback | None:
-    """Return the `Rollback` of a wrapper that is being built; None if no optimizer in it skips updates.
+    """Return a `Rollback` for a new wrapper, or None if none of its optimizers skips updates.
 
-    Only the outermost wrapper has a `Rollback`, so this function removes those of wrappers inside it.
+    Only the outermost wrapper restores variables, so wrappers inside it lose their `Rollback`.
     """
     chain = [optimizer, *descendants(optimizer)]
     wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
@@ -268,7 +268,7 @@ def _is_usable(tensor: Tensor) -> bool:
 
 
 def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
-    """Return variables created as not trainable. Excludes metrics, quantized weights, and weights frozen later."""
+    """Return the variables that forward passes can assign, such as moving statistics, seeds and counters."""
     metrics = {id(v) for model in models for v in model.metrics_variables}
     found: dict[int, Variable] = {}
     for model in models:
@@ -297,7 +297,7 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
-    """Return the moving statistics of these models: variables changed by forward passes that can be averaged."""
+    """Return the moving statistics of these models: float variables that forward passes can assign."""
     own = {key for model in models for key in ids_of_states(model)}  # states of RNNs, with a value per row
     return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
@@ -384,7 +384,7 @@ _assign_in_keras = keras.Variable.assign
 
 
 def save_before_assignments() -> None:
-    """Save values before forward passes assign them, from now on. Repeated calls do nothing."""
+    """From now on, save the value of each variable before a forward pass assigns it."""
     global _is_saving
     _is_saving = True
     if not runtime.updates_are_stateless:

@@ -43,7 +43,7 @@ class DividedState(Protocol):
         """Return the shape of the undivided state; None if only another replica has the state."""
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the undivided state. All replicas call it together."""
+        """Return the undivided state. All replicas must call this together."""
 
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
         """Return the parts that this process saves in a sharded checkpoint."""
@@ -67,7 +67,7 @@ class StoredOptimizer(Optimizer, Protocol):
 
 
 def load(optimizer: StoredOptimizer, store: Any) -> None:
-    """Load a state into a wrapper, or keep it until the build. See `OptimizerWrapper.load_own_variables`."""
+    """Load a state into a wrapper. If the wrapper is not built, keep the arrays until `build`."""
     if not list(store.keys()):
         warn(f"The file holds no optimizer state, so {optimizer!r} keeps its state.")
         return
@@ -99,10 +99,10 @@ def load_deferred(optimizer: StoredOptimizer) -> None:
 
 
 def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None = None) -> None:
-    """Build an optimizer for the model compiled with it, unless `metadata` describes other variables or another class.
+    """Build an optimizer for the model compiled with it, so its counters are readable before training.
 
-    This makes counters, learning rates and scales readable before training starts. In other cases
-    training builds it, because layers may still be frozen, and a custom `train_step` may update only some variables.
+    Does nothing if `metadata`, from a file, describes other variables or another class of optimizer. Training then
+    builds the optimizer.
     """
     model = model_compiled_with(optimizer)
     if model is None or not model.built:
@@ -138,9 +138,9 @@ def _lazily(store: Any, key: str) -> Any:
 
 
 def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
-    """Return the value that `store` receives for a state variable. Replicas with divided state call this together.
+    """Return the value of a state variable for a file. Replicas with divided state must call this together.
 
-    A store of a sharded checkpoint receives the parts of this process.
+    For a sharded checkpoint, the value consists of the parts of this process.
     """
     divided: DividedState | None = optimizer._divided_state
     process_for: Callable[[Variable], tuple[int, int]] | None = getattr(store, "process_for", None)
@@ -186,7 +186,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
 
 
 def _layer_and_name(variable: Variable) -> str:
-    """Return the last two names in a variable's path, such as "dense/kernel". A model's name can differ in a file."""
+    """Return the last two names in a variable's path, such as "dense/kernel"."""
     return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 

@@ -1,7 +1,7 @@
-"""Wrappers in TensorFlow's `tf.train.Checkpoint` and SavedModels. Other backends never call this.
+"""Stores wrappers in TensorFlow's `tf.train.Checkpoint` and SavedModels. Other backends never call this code.
 
 A wrapper exposes the objects of its innermost optimizer under the same names, and its own variables next to them.
-Such files can therefore be exchanged between `Adam()` and a wrapper around it.
+Checkpoints can therefore be exchanged between `Adam()` and a wrapper around it.
 
 Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py checks that each exists):
     `Trackable._trackable_children`, `_lookup_dependency` - the named objects below an object.

@@ -1,8 +1,8 @@
 """A Keras optimizer around another one, with the interface and the files of the inner one.
 
 The base class handles all that Keras, callbacks and the saver expect: forwarding, build, stateless updates, files. A
-concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass it further; wrap it instead. Hooks
-for this package begin with an underscore, so `help` lists only members for users.
+concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass a concrete wrapper; put another
+wrapper around it. Hooks for this package begin with an underscore, so `help` lists only members for users.
 
 Private names of Keras touched here (a test checks that each exists):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
@@ -184,7 +184,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         """Called once at the end of `build`: all state exists, and nothing is loaded into it yet."""
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the variables that the inner optimizer updates instead of these. Called once before its build."""
+        """Return the variables that the inner optimizer updates in place of `variables`."""
         return list(variables)
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
@@ -270,7 +270,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return [v for v in self.variables if id(v) not in differ]
 
     def _observe(self, observer: Any) -> None:
-        """Pass the gradients of each update to `observer`, before and after this wrapper changes them; None: stop.
+        """Pass the gradients of each update to `observer`, before and after this wrapper changes them.
 
         After each call, compiled steps must be recompiled, because the number of the optimizer's `variables` changes.
         """
@@ -421,10 +421,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def __class__(self) -> Any:
         """The class; `LossScaleOptimizer` if Keras checks for loss scaling, and an optimizer inside scales the loss.
 
-        Keras checks only the outermost optimizer. Without this, `compile` would add another `LossScaleOptimizer` under
-        the "mixed_float16" policy, and `MultiOptimizer` cannot contain one. `isinstance` tests the type before
-        `__class__`, so it still finds the real class. If a later Keras checks in other modules,
-        `_on_outer_loss_scaling` raises.
+        Keras checks only the outermost optimizer. Without this property, `compile` would add another
+        `LossScaleOptimizer` under the "mixed_float16" policy.
         """
         checks = caller_module() in _CHECK_FOR_LOSS_SCALING and any(self._inner)
         is_scaled = checks and any(map(scales_loss, [self, *descendants(self)]))
@@ -471,12 +469,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         Before `build`, this method builds the optimizer for the model that was compiled with the optimizer. So
         `iterations` and `learning_rate` are readable at once. If no such model exists, the variables differ, or several
         processes of JAX or TensorFlow run, training builds the optimizer, and the arrays are kept until then. An empty
-        state warns, as in Keras.
+        state leads to a warning, as in Keras.
 
         Raises:
             ValueError: if the number of arrays or a shape differs. In an HDF5 file written by a wrapper, also if a name
-                or the class of the innermost optimizer differs; numbers that Keras adds to names may differ. Nothing
-                is assigned then.
+                or the class of the innermost optimizer differs; numbers that Keras adds to names may differ. Nothing is
+                assigned then.
         """
         load(self, store)
         if self.built:
@@ -484,7 +482,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def _divided_state(self) -> DividedState | None:
-        """The object that gathers the inner optimizers' divided state from all replicas; None if it is not divided."""
+        """The object that gathers divided state of the inner optimizers from all replicas, or None."""
         inner = self.inner
         return inner._divided_state if isinstance(inner, OptimizerWrapper) else None
 
