@@ -69,10 +69,8 @@ def running_local(function: str, name: str) -> Any:
 
 
 def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the line of the user's program that is running.
-
-    A fixed `stacklevel` would not work, because Keras and the frameworks add a varying number of frames.
-    """
+    """Issue a warning that points at the line of the user's program that is running."""
+    # Do not use `stacklevel`, because Keras and the frameworks add a varying number of frames.
     frame = _user_frame()
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
     warnings.warn_explicit(words, category, *where, registry=frame.f_globals.setdefault("__warningregistry__", {}))

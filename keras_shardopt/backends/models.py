@@ -181,8 +181,7 @@ def mix_in(model: Any, mixin: type) -> None:
     """Make the methods of the class `mixin` override those of one model. Idempotent.
 
     `type(model)` becomes a subclass of `mixin` and the user's class. `model.__class__` remains the user's class, which
-    Keras needs to save, clone or pickle a model. `super()` in the mixin reaches methods that the user assigned to the
-    model earlier. A method assigned later overrides the mixin.
+    Keras needs to save, clone or pickle a model.
     """
     kind = type(model)
     if issubclass(kind, mixin):
@@ -251,10 +250,7 @@ _HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
 
 
 def set_replica_statistics(model: Any, has_own: bool) -> None:
-    """Record whether this replica's moving statistics (`BatchNormalization`) can differ from those of other replicas.
-
-    Only for backends on which each replica has its own copy of the model.
-    """
+    """Record whether this replica's moving statistics can differ from those of other replicas."""
     object.__setattr__(model, _HAS_OWN_STATISTICS, has_own)
 
 

@@ -1,4 +1,4 @@
-"""The work of each variable's update, counted in a trial update on shapes alone. All replicas get the same result."""
+"""Measures the work of each variable's update in a trial on shapes without values, with one result on all replicas."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PaddedShards(OneProgramShards):
             )
         self._starts_with_weights = holds_weights(self._leaf, self.variables)
 
-    # -- stand-ins -----------------------------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------------------------
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
@@ -147,7 +147,7 @@ class PaddedShards(OneProgramShards):
     # -- files ---------------------------------------------------------------------------------------------------
 
     def _rows(self, i: int, array: Any) -> list[np.ndarray]:
-        """Return the replicas' slices of a whole array."""
+        """Divide a whole array, padded with zeros, into one slice per replica."""
         array = np.asarray(array).reshape(-1)
         rows = np.zeros((self.num_replicas * self._chunks[i],), array.dtype)
         rows[: array.size] = array

@@ -1,8 +1,8 @@
-"""Optimizer state laid out over the devices of one program, also if no dimension of a variable is divisible.
+"""Optimizer state divided among the devices of one program, even if no dimension of a variable is divisible.
 
 JAX divides an array only along a dimension that is a multiple of the number of devices. Other variables get a stand-in:
-a variable with the same elements and padding, one row per device. The inner optimizer is built on the stand-ins, so
-its state has their shape and is divided by rows. Files contain state in the shape of the variable.
+a variable with the same elements, padded with zeros, and one row per device. The inner optimizer is built on the
+stand-ins, so its state has their shape and is divided by rows. Files contain state in the shape of the variable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_OVER_IDEAL = 1.02
 
 
 class PaddedLayout(OneProgramShards):
-    """Divides state into equal shares, padding each variable by less than one element per device."""
+    """Divides state into equal shares. For this, it pads variables with zeros: fewer than one per device."""
 
     lays_out = True
 
@@ -79,7 +79,7 @@ class PaddedLayout(OneProgramShards):
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return gradients in the shapes of the stand-ins. Some gradients have these shapes after the reduction."""
+        """Return the gradients in the shapes of the variables that the inner optimizer updates."""
         inside = self.inside(variables)
         return [
             grad

@@ -35,9 +35,8 @@ def divide(
     """Divide variables among replicas: whole variables by update time, then slices of the other variables by memory.
 
     If some variables must stay whole, small ones stay whole too. Whole variables go first, from expensive to cheap,
-    each to the replica with the least work. The other variables, joined to one long vector, then fill the
-    replicas up to an equal number of elements. So with enough splittable variables, no replica has more than an equal
-    share, rounded up to an element. No replica has more than one piece of a variable.
+    each to the replica with the least work. The other variables, joined to one long vector, then fill the replicas up
+    to an equal number of elements. No replica has more than one piece of a variable.
 
     Args:
         sizes: the number of elements of each variable.

@@ -40,7 +40,7 @@ class MemoryReport:
     """State that each replica holds whole: the path, its bytes, and the reason."""
 
     kinds: dict[str, Bytes] = dataclasses.field(default_factory=dict)
-    """The memory of this process's replica by kind; with several replicas, of the one that holds most.
+    """The memory of this process's replica by kind. If the process has several replicas, the largest memory counts.
 
     - "weights": all weights of the compiled model; without one, the trainable variables.
     - "gradients": one gradient per trainable variable, and the sums of `gradient_accumulation_steps`. Measured on
@@ -82,12 +82,12 @@ def plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
 
 
 def size_of(variable: Variable) -> int:
-    """Return the number of elements."""
+    """Return the number of elements of a variable."""
     return int(np.prod(variable.shape))
 
 
 def item_size(variable: Variable) -> int:
-    """Return the bytes of an element."""
+    """Return the bytes of one element of a variable."""
     dtype = dtype_of(variable)
     if dtype.startswith("float8"):
         return 1

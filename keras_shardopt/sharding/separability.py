@@ -33,11 +33,11 @@ variables differ far more."""
 
 
 def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_rank: int = 1) -> list[bool]:
-    """Return whether each variable can be updated in parts. Otherwise it can be updated whole, without other variables.
+    """Return, for each variable, whether slices of it can be updated separately. Otherwise the variable stays whole.
 
     Args:
         optimizer: an optimizer with an update rule, before its build. It is not changed.
-        variables: the variables that it will be built on. They are not changed.
+        variables: the variables on which the optimizer will be built. They are not changed.
         part_rank: the number of dimensions of a part, 1 or 2. Some optimizers update matrices by another rule.
 
     Raises:
@@ -133,7 +133,7 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
 
 
 def check_can_shard(optimizer: CrossShardProtocol) -> None:
-    """Raise ValueError if an inner optimizer needs all gradients. With `shard_state`, it receives only a part."""
+    """Raise ValueError if an inner optimizer needs all gradients: with `shard_state`, it would receive only slices."""
     chain = descendants(optimizer)
     for one in chain:
         is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
@@ -152,9 +152,9 @@ def keep_exclusions(
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
-    """If a variable is excluded from weight decay, also exclude this replica's part of the variable.
+    """Exclude from weight decay the variables that inner optimizers update in place of excluded variables.
 
-    Inner optimizers update the part (`Shards.stand_ins`) instead of the variable.
+    `inside_for` returns the variables that inner optimizers update in place of its argument.
     """
     key = optimizer._var_key
     for leaf in base_optimizers(optimizer):
@@ -170,7 +170,7 @@ def keep_exclusions(
 
 
 def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-    """Whether the optimizer initializes state from the weights, so replicas must start with equal weights."""
+    """Whether the optimizer computes its initial state from the weights."""
     run = _Run(
         optimizer, [[_Probe(v, i).whole] for i, v in enumerate(variables) if not overwrites_variable(v)], num_steps=0
     )
@@ -304,7 +304,8 @@ def _joined(parts: Sequence[Variable]) -> np.ndarray:
 
 
 def _joined_slot(parts: Sequence[Variable]) -> np.ndarray:
-    # Scalar state is not divided. `unique` merges equal scalars of the parts, to compare them with that of the whole.
+    # Scalar state is not divided. `unique` merges equal scalars of the parts, to compare them with the scalar of the
+    # whole variable.
     return np.unique(_joined(parts)) if not any(len(part.shape) for part in parts) else _joined(parts)
 
 

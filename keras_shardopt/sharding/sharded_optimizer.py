@@ -147,11 +147,11 @@ class ShardedState(OptimizerWrapper):
         return is_laid_out or (self._shards is not None and not self._shards.lays_out)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state as the inner optimizer would without a wrapper. All replicas must call this if it is divided.
+        """Write the state like the inner optimizer without a wrapper. All replicas must call this if state is divided.
 
         Raises:
-            RuntimeError: if another replica with divided state does not call it in time. The limit is the `timeout` of
-                the `data_parallel` scope, or a minute without one.
+            RuntimeError: if another replica with divided state does not make this call in time. The limit is the
+                `timeout` of the `data_parallel` scope, or a minute without one.
         """
         if self._shards is None and not self._lays_out_state:
             super().save_own_variables(store)

@@ -41,13 +41,13 @@ class Shards(abc.ABC):
     """Whether `move` reduces gradients to slices. Otherwise all replicas receive all gradients."""
 
     move: Callable[[Reduction, Transfer, Communicator], Moved]
-    """Reduces gradients like `exchange.move`, but returns this replica's slices. Only with `reduces_in_slices`."""
+    """Reduces gradients over replicas, and returns this replica's slices. Only with `reduces_in_slices`."""
 
     lays_out = False
     """Whether one program divides each array of state over its devices by a JAX sharding."""
 
     axes_inside: Callable[[Sequence[Variable], Sequence[int | None]], list[int | None]]
-    """Maps the dimension along which a gradient is divided to the dimension for its stand-in. Only if `lays_out`."""
+    """Maps the divided dimension of each gradient to that of the variable in `stand_ins`. Only if `lays_out`."""
 
     gradient_slices: Any = None
     """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
@@ -75,12 +75,12 @@ class Shards(abc.ABC):
         return self._positions[self._key(variable)]
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the stand-ins of these variables."""
+        """Return the variables that the inner optimizer updates in place of these (see `stand_ins`)."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     @property
     def copies(self) -> list[Variable]:
-        """The stand-ins that have their own memory, because they are not the variables themselves."""
+        """The `stand_ins` that need extra memory, because they are not the trainable variables themselves."""
         return [part for part, variable in zip(self.stand_ins, self.variables) if part is not variable]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
@@ -127,7 +127,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
-        """Make `inner` set the weights' final values. If one program runs all replicas, call this outside a step."""
+        """Let the inner optimizer set the final values of weights after training, such as moving averages."""
 
     @abc.abstractmethod
     def is_divided(self, variable: Variable) -> bool:
@@ -139,7 +139,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return this state, undivided. All replicas call it together, and each receives the array."""
+        """Return the undivided state. All replicas must call this together."""
 
     @abc.abstractmethod
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
@@ -151,11 +151,10 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def check_start(self, iterations: int) -> None:
-        """Check that all parts of the state are from the same update. All replicas call it before the first update.
+        """Check, on all replicas together, that all parts of the state are from the same update.
 
         Raises:
             ValueError: on all replicas, if their numbers of updates differ, or if state depends on weights that differ.
-                A replica cannot copy its slices from a replica that has loaded a file.
         """
 
     @abc.abstractmethod
@@ -180,7 +179,7 @@ class OneProgramShards(Shards):
 
 
 def flat_range(array: Any, start: int, stop: int) -> np.ndarray:
-    """Return elements `start` to `stop` of a flattened array. A checkpoint's array reads only these from its file."""
+    """Return elements `start` to `stop` of a flattened array. Of an array in a checkpoint, only these are read."""
     if hasattr(array, "flat_range"):
         return array.flat_range(start, stop)
     return np.array(array).reshape(-1)[start:stop]

@@ -1,8 +1,9 @@
 """The slices of variables, and of their optimizer state, that one process updates for all replicas.
 
-Only this module handles the layout of slices in messages. The inner optimizer is built on a stand-in for each trainable
-variable: this replica's slice, the variable itself if the replica owns it whole, or an empty variable if other replicas
-own it. So each replica has the same list of state variables, and joining them over replicas gives the whole state.
+Only this module handles the layout of slices in the arrays that replicas send. The inner optimizer is built on a
+stand-in for each trainable variable: this replica's slice, the variable itself if the replica owns it whole, or an
+empty variable if other replicas own it. So each replica has the same list of state variables, and joining them over
+replicas gives the whole state.
 
 Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._use_weight_decay` - whether a variable decays.
@@ -45,7 +46,7 @@ BARRIER_SECONDS = 60.0
 """The seconds that a saving replica waits until the other replicas save too."""
 
 _MAX_ELEMENTS_SENT = 2**22
-"""The most state elements per message when replicas join the slices of an array. A limit saves memory."""
+"""The maximum number of state elements sent at a time when replicas join the slices of an array."""
 
 _MAX_IMBALANCE = 1.25
 """If the largest share exceeds this multiple of the mean share, replicas do not send chunks of equal length."""
@@ -63,7 +64,7 @@ class Bucket:
     """The positions of the variables."""
 
     chunk: int
-    """The number of elements in the largest share of a replica. Shares sent in equal chunks are padded to this size."""
+    """The number of elements in the largest share of a replica. Other shares are padded with zeros to be sent."""
 
     is_uneven: bool
     """Whether chunks of equal length would be mostly padding."""
@@ -98,7 +99,7 @@ class FlatShards(Shards):
         self._without_variable: set[int] = set()  # ids of state that belongs to no variable
         keep_exclusions(optimizer, self.variables, self.inside)
 
-    # -- stand-ins -----------------------------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------------------------
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
@@ -124,7 +125,7 @@ class FlatShards(Shards):
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
         self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of whole variables
-        self._copy_in()  # makes stand-ins share the weights' memory, and frees their initial memory
+        self._copy_in()  # makes `stand_ins` share the weights' memory, and frees their initial memory
 
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots
@@ -248,8 +249,9 @@ class FlatShards(Shards):
         self._all_gather_weights(runtime.communicator(self._axis_name))
 
     def _with_own_elements(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        # Element-wise updates of empty stand-ins are cheap, so keep these. Other updates run as many kernels for an
-        # empty matrix as for a full one, so drop empty matrices. But Keras' weight decay fails if no variable decays.
+        # Drop variables without elements on this replica, because an update of an empty matrix runs as many kernels as
+        # of a full one. Keep them if all updates are element-wise, and so cheap. Also keep them if no other variable
+        # decays, because Keras' weight decay would fail.
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
@@ -268,7 +270,8 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
-        # All replicas run the same collectives in the same order, even if weights of a replica are in other memory now.
+        # All replicas run the same collectives in the same order, even if the weights of one replica have moved to
+        # other memory.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []
         for bucket, weights in zip(self._buckets, self._flat_weights):
@@ -297,7 +300,7 @@ class FlatShards(Shards):
         return [joined[r * bucket.chunk : (r + 1) * bucket.chunk] for r in range(self.num_replicas)]
 
     def _with_flat_weights(self, replicas: Communicator) -> list[Any]:
-        """Return, per bucket, memory in which its weights are contiguous, or None if this is impossible."""
+        """Return, for each bucket, an object that keeps the bucket's weights in one block of memory, or None."""
         made: list[Any] = [None] * len(self._buckets)
         for number, bucket in enumerate(self._buckets):
             if _memory is not None and all(self._may_split[i] for i in bucket.variables):

@@ -103,9 +103,8 @@ def slot_prefix(variable: Variable) -> str:
 def without_counters(paths: Sequence[str]) -> list[str]:
     """Return paths without the numbers of Keras' automatic names: "dense_7/kernel" becomes "dense/kernel".
 
-    These numbers depend on the other layers of a program, and on whether a layer comes from a file. They follow the
-    name of a layer class, possibly within a longer name ("forward_lstm_1"). Numbers in users' names remain: "block_1"
-    keeps its number unless a layer class `Block` exists.
+    These numbers depend on the other layers of a program, and on whether a layer comes from a file. Numbers in users'
+    names remain: "block_1" keeps its number unless a layer class `Block` exists.
     """
     counted = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(_automatic_names())})_\d+(?=_|$)")
     return ["/".join(counted.sub(r"\1", part) for part in path.split("/")) for path in paths]

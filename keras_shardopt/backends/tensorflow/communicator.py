@@ -106,9 +106,7 @@ class ReplicaContext(Communicator):
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Return the sums over the replicas of one process, times `factor`. Add pairs of replicas, then pairs of sums.
-
-        Each tensor is summed on one device, and all devices sum about equally much. Replicas send as much as in a ring.
+        """Return the sums over the replicas of one process, times `factor`. Adds pairs of replicas, then pairs of sums.
         """
         note("all_reduce", tensors, self.num_replicas)
 

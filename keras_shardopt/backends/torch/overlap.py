@@ -4,15 +4,13 @@ Gradients are sent in flat buckets: blocks of memory, filled in the order in whi
 full bucket is sent at once. The last bucket waits for the end of the backward pass, because it also sends flags that
 show which gradients this rank has. After `loss.backward()`, `.grad` is the mean or sum over all ranks.
 
-If a rank sends nothing during the backward pass, `reduce` sends the same buckets afterwards. In each step, each rank
-can therefore decide when to send. A rank sends during the backward pass only in the step of Keras' trainer, because
-this step calls `scale_loss`, `backward` and `apply` in this order.
+A rank sends during the backward pass only in the step of Keras' trainer, because this step calls `scale_loss`,
+`backward` and `apply` in this order. Otherwise, `reduce` sends the same buckets afterwards.
 
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
-`.grad` is then NaN. A later gradient of the same variable is sent separately and added.
+`.grad` is then NaN.
 
 With accumulated gradients, a rank sends only in the last micro-batch of an update, the mean over all micro-batches.
-Finite checks test one sum per bucket. If a sum is not finite, all ranks together check each gradient.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of

@@ -5,12 +5,11 @@ first rank with an error closes its connections, so collectives fail on all rank
 to the key-value store of the job, and reads the signs of the other ranks to find the missing rank.
 
 If ranks made different calls, such as `fit` and `save`, they would send tensors of different sizes, and "gloo" would
-abort the process. So each rank first sends a fixed-size announcement of its call (`announce`). An announcement can
-cover several steps. A rank that makes another call, or leaves `fit` with an error, writes a note to the store. Waiting
-ranks read the store from time to time (`wait_for`).
+abort the process. So each rank first sends a fixed-size announcement of its call (`announce`). A rank that leaves `fit`
+with an error writes a note to the store. Waiting ranks read the store from time to time (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
-default group, whoever opened it. (test_private_names.py checks that it exists.)
+default group. (test_private_names.py checks that it exists.)
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ Generator states remain equal on all ranks, so files and backups hold the states
 ranks. Rank 0 draws the numbers of a single process. PyTorch's own generator, used by Keras' dropout without a seed,
 gets a different seed on each rank, everywhere.
 
-If batches are split into parts (`VirtualReplicas`), the part number replaces the rank. Each part draws from the states
-at the start of the batch, on any rank. PyTorch's generator is seeded for each part from its seed, the update and the
-part, and then restored.
+If batches are split into parts (`VirtualReplicas`), the number of the part replaces the rank.
 
 Private names of Keras touched here (a test checks that each exists):
     `draw_seed` in `keras.src.backend.torch.random` and `.image` - returns the seed for each draw.

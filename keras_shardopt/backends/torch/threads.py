@@ -27,10 +27,8 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def equal_initial_weights() -> Iterator[None]:
-    """Make initial weights in this block bitwise equal for any number of threads.
-
-    Only one of Keras' initializers needs this: `Orthogonal`, used by recurrent layers, decomposes a matrix.
-    """
+    """Make initial weights in this block bitwise equal for any number of threads."""
+    # Of Keras' initializers, only this one decomposes a matrix, with results that depend on the threads.
     initializer = keras.initializers.Orthogonal
     real = initializer.__call__
 

@@ -90,7 +90,7 @@ class _FusedStep:
         self.divides = False
 
     def methods(self) -> dict[str, Callable[..., None]]:
-        """Return functions by the names of the optimizer's methods that they replace."""
+        """Return a dict from the names of methods of the optimizer to the functions that replace these methods."""
         includes_decay = self._optimizer.weight_decay is not None and _rule_of(self._optimizer) is _adam
         return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if includes_decay else {})}
 
@@ -167,7 +167,7 @@ def _keras_reads_gradients(optimizer: Optimizer) -> bool:
 
 
 def _has_replaced_methods(optimizer: Optimizer) -> bool:
-    """Whether this instance has methods other than `_FusedStep`'s. Such methods may read gradients."""
+    """Whether other code than `_FusedStep` has replaced methods of this instance. Such methods may read gradients."""
     kind: Any = type(optimizer)
     own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
     return not own <= {step_of(kind), _DECAY}
@@ -350,7 +350,7 @@ def _as_float(learning_rate: Any) -> float:
 
 
 _Rule = Callable[..., None]
-"""A function of an optimizer, the learning rate and `Columns` (tensors) that updates. `_adam` also gets `decays`."""
+"""A function that updates variables, given an optimizer, the learning rate and `Columns`, a table of tensors."""
 
 _RULES: dict[type, Callable[[Any], _Rule | None]] = {
     torch_adam.Adam: _adam_rule,

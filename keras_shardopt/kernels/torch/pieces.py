@@ -220,7 +220,7 @@ class Columns:
         return [(row[0], scaled[i], *row[2:]) if i in scaled else row for i, row in enumerate(group)]
 
     def _buffer(self) -> Tensor | None:
-        """Return memory for the scaled gradients of a group, on a CPU, because allocating it per group is slow."""
+        """Return memory for the scaled gradients of a group on a CPU, because a new allocation per group is slow."""
         if self.like.device.type != "cpu" or all(factor is None for factor in self.factors):
             return None
         if all(_is_small(row[0]) for row in self.rows):
@@ -229,7 +229,7 @@ class Columns:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether a call takes longer than the arithmetic on this tensor. Such tensors share calls."""
+    """Whether a tensor is so small that one call should update several such tensors."""
     return tensor.numel() <= PIECE // 32
 
 
