@@ -87,8 +87,8 @@ def started_by() -> Task | None:
     job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. Do not compare the sizes of both commands
-    # instead: `mpirun` inside a step of `srun` inherits some variables of the step.
+    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. The numbers of copies do not help, because
+    # `mpirun` inside a step of `srun` inherits variables of the step.
     if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")
         hosts, local_size = _slurm_hosts(size, rank)
@@ -97,7 +97,7 @@ def started_by() -> Task | None:
     if local_size == size:
         hosts = ["127.0.0.1"] * size
     elif command not in ("srun", "flux run") and "MASTER_PORT" not in os.environ:
-        return Task(command, size, rank, local_size, local_rank, [], 0)  # no port: each machine would choose another
+        return Task(command, size, rank, local_size, local_rank, [], 0)  # no port: machines would choose different ones
     given = os.environ.get("MASTER_ADDR")
     hosts = [given, *hosts[1:]] if given else hosts
     port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)

@@ -178,7 +178,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         own = self._options.gradient_accumulation_steps
         if own is None:
             OptimizerWrapper.gradient_accumulation_steps.__set__(self, value)
-        elif value != own and "accumulation" in vars(self):  # Keras' constructor sets it as well
+        elif value != own and "accumulation" in vars(self):  # Keras' constructor also sets this attribute
             raise ValueError(
                 f"`gradient_accumulation_steps` of a `CrossShard` cannot be changed. Received: {value!r}, for "
                 f"{self!r}. Create a new `CrossShard`."

@@ -176,7 +176,7 @@ class MixedPrecision(ScaledUpdate):
     ) -> None:
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         if self.built:
-            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises: too late
+            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # raises an error: it is too late
         self._excluded = (None if var_list is None else list(var_list), var_names)
 
     @runtime.no_autograph

@@ -175,7 +175,7 @@ class OneProgramShards(Shards):
         return tuple(whole.shape)
 
     def check_start(self, iterations: int) -> None:
-        del iterations  # one program has loaded all parts, so they belong together
+        del iterations  # one program has loaded all parts, so all are from the same update
 
 
 def flat_range(array: Any, start: int, stop: int) -> np.ndarray:

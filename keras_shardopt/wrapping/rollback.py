@@ -115,7 +115,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        # If replicas decide separately whether to skip, only some replicas run `put_back`, so it must not communicate.
+        # If replicas decide separately whether to skip, only some run `put_back`, so `put_back` must not communicate.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)

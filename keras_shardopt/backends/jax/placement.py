@@ -297,8 +297,8 @@ def _check_can_lay_out(variables: Sequence[Variable]) -> None:
 
 def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
     for variable in variables:
-        # Lay out a variable that is on one device, because it was created before `set_distribution`. A jitted step
-        # could not combine it with weights on all devices.
+        # Lay out variables that were created on one device, before `set_distribution`. A jitted step could not combine
+        # them with weights on all devices.
         if variable._layout is None:
             variable._layout = distribution.get_variable_layout(variable)
             variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)

@@ -324,7 +324,8 @@ def noting_reads(in_tensorflow: property) -> property:
     """Wrap the property `num_replicas_in_sync` to note each read by a training step."""
 
     def num_replicas_in_sync(strategy: Any) -> int:
-        # Note only reads by the user's step, which probably divides by the number. TensorFlow and Keras read it too.
+        # Note only reads by the user's step, which probably divides by the number. TensorFlow and Keras read the number
+        # too.
         if caller_module().partition(".")[0] not in _LIBRARIES:
             note(DIVIDED)
             note(BY_HAND)

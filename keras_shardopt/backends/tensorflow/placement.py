@@ -45,7 +45,7 @@ def num_mirrored(variable: Any) -> int:
 def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
     """Raise ValueError unless every replica has a copy of each of these variables."""
     for variable in variables if num_replicas > 1 else ():
-        if num_replicas > num_mirrored(variable):  # Keras would fail without a message, or train on one device
+        if num_replicas > num_mirrored(variable):  # Keras would fail with an unclear error, or train on one device
             raise ValueError(
                 f"`{getattr(variable, 'path', variable.name)}` was made outside the strategy of the optimizer, which "
                 f"has {num_replicas} replicas. Build or load the model, and create the optimizer, inside "

@@ -101,7 +101,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates with gradients of this object. If it differs between ranks, one has skipped an update.
+        # The number of updates that used gradients of this object. If the number differs, a rank has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -136,7 +136,7 @@ class Buckets:
         _remove_hooks(getattr(self, "_hooks", []))
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # None in a copy of an optimizer, because that creates its own buckets
+        return type(None), ()  # None in a copy of an optimizer, because the copy creates new buckets
 
     # -- during the backward pass ------------------------------------------------------------------------------------
 
@@ -329,8 +329,8 @@ class Buckets:
     # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        # A rank without rows sends zeros, requested by None. A codec needs a tensor of zeros instead, because it adds
-        # the residual of its earlier compression.
+        # A rank without rows sends zeros, which `put` writes for None. With compression, pass zeros instead, because
+        # the codec adds the residual of its earlier compression.
         if not self._counts:
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
@@ -448,8 +448,8 @@ class Buckets:
     # -- finite checks ---------------------------------------------------------------------------------------------
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
-        # First check one sum per bucket. It can overflow on some ranks only, because ranks can add in different orders.
-        # So check each element before starting a collective: this result is equal on all ranks.
+        # First check one sum per bucket. The sum can overflow on some ranks only, because ranks can add in different
+        # orders. So check each element before starting a collective: that result is equal on all ranks.
         device = self._flags.device
         is_finite = torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()
         if not self._can_resend:
