@@ -177,7 +177,7 @@ class ScaledUpdate(OptimizerWrapper):
         return self._scaler._count_if_good(_to_check(grads, variables))
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
-        """Returns whether any replica's gradients have a NaN, and their largest absolute value without the scale."""
+        """Returns whether a gradient of any replica has a NaN, and the largest absolute value, divided by the scale."""
         checked = _to_check(grads, variables)
         has_nan, amax = check_grads(checked) if self._scaler is None else self._scaler._fast_check(checked)
         amax = amax / scale

@@ -21,8 +21,8 @@ _work = for_backend({"torch": "keras_shardopt.backends.torch.work"})
 def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tuple[float, int]]:
     """Return the work and the number of operations of each variable's update.
 
-    Runs one update for each kind of variable, on shapes alone. Variables of one kind have the same shape and dtype, and
-    slots (state such as a momentum) of the same names and shapes.
+    Runs one update for each kind of variable, on shapes without values. Variables of one kind have the same shape and
+    dtype, and slots (state such as a momentum) of the same names and shapes.
 
     Args:
         optimizer: an optimizer with an update rule. It is not changed.

@@ -45,7 +45,7 @@ def divide(
         num_replicas: int >= 1.
 
     Returns:
-        For each replica its pieces, in the order of the variables. They cover each element exactly once.
+        For each replica its pieces, in the order of the variables. The pieces cover each element exactly once.
     """
     owned: list[list[Piece]] = [[] for _ in range(num_replicas)]
     loads = [0] * num_replicas

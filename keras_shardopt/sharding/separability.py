@@ -38,7 +38,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable], part_ra
     Args:
         optimizer: an optimizer with an update rule, before its build. It is not changed.
         variables: the variables on which the optimizer will be built. They are not changed.
-        part_rank: the number of dimensions of a part, 1 or 2. Some optimizers update matrices by another rule.
+        part_rank: the number of dimensions of a slice, 1 or 2. Some optimizers update matrices by another rule.
 
     Raises:
         ValueError: if an update depends on other variables, or is not deterministic.
@@ -284,7 +284,7 @@ VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 
 def fresh_copy(optimizer: Optimizer, **changes: Any) -> Any:
-    """Return a copy of the optimizer that is not built, from its config with these changes."""
+    """Return an unbuilt copy of the optimizer, with these changes of its config."""
     kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():

@@ -84,7 +84,7 @@ class Shards(abc.ABC):
         return [part for part, variable in zip(self.stand_ins, self.variables) if part is not variable]
 
     def _find_slots(self, optimizer: CrossShardProtocol) -> list[tuple[int, Variable]]:
-        """Map each state variable to its weight. Return (position of the weight, variable) for state of wrappers."""
+        """Map state variables to weights. Return (position of the weight, state variable) for the state of wrappers."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}

@@ -65,7 +65,7 @@ def base_optimizers(optimizer: object) -> list[Any]:
 
 
 def descendants(optimizer: object) -> list[Any]:
-    """Return every optimizer inside `optimizer`: wrappers, and those with an update rule."""
+    """Return every optimizer inside `optimizer`: wrappers, then optimizers with an update rule, such as `Adam`."""
     found: list[Any] = []
     while (inner := _inner_of(optimizer)) is not None:
         found.append(inner)
@@ -83,7 +83,7 @@ def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the class name of the innermost optimizer; with a `MultiOptimizer`, also those of its optimizers.
+    """Return the class name of the innermost optimizer. For a `MultiOptimizer`, add the class names inside it.
 
     Files contain this name, because the class determines the meaning of a file's arrays.
     """

@@ -48,7 +48,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
-    """Restores changes of forward passes if `optimizer`, the outermost wrapper, skips an update."""
+    """Undoes changes of variables by forward passes if `optimizer`, the outermost wrapper, skips an update."""
 
     def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
@@ -263,7 +263,7 @@ _graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"
 
 
 def _is_usable(tensor: Tensor) -> bool:
-    """Whether a tensor saved earlier can be used in the current graph."""
+    """Whether a tensor saved earlier can be used in the current TensorFlow graph."""
     return _graphs is None or bool(_graphs.is_in_reach(tensor))
 
 
@@ -303,7 +303,7 @@ def statistics_in(models: Sequence[Any]) -> list[Variable]:
 
 
 class _RollsBackStateless(keras.Model):
-    """Mixed into models on JAX: restores variables in the state that a training step returns."""
+    """Mixed into models on JAX: after a skipped update, restores variables in the state that a step returns."""
 
     is_outermost = True  # because this `train_step` needs the state that the whole step returns
 

@@ -70,7 +70,7 @@ class SlotAccess:
         return [self._var_key(variable)]
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """Yield the variable's key, the slot's name and the slot, for all slots."""
+        """For each slot, yield the key of its variable, the name of the slot, and the slot."""
         for optimizer in self._optimizers_with_slots():
             variables = getattr(optimizer, "_trainable_variables", [])
             for position, name, slot in slots_of(optimizer, variables):
@@ -78,7 +78,7 @@ class SlotAccess:
 
 
 def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
-    """Yield the variable's position, the slot's name and the slot, for all slots of an optimizer."""
+    """For each slot of an optimizer, yield the position of its variable, the name of the slot, and the slot."""
     # If variables share a path, their slots share a name, and are in the order of the variables. If several prefixes
     # match, use the longest: "a_b_momentum" belongs to "a/b" even if a variable "a" exists.
     prefixes: dict[str, list[int]] = {}

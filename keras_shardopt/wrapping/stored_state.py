@@ -53,7 +53,7 @@ class DividedState(Protocol):
 
 
 class StoredOptimizer(Optimizer, Protocol):
-    """The type of an `OptimizerWrapper`, with the members that its files use."""
+    """The type of an `OptimizerWrapper`, with the members that this module uses."""
 
     _inner_state: list[Variable]
     _loaded: Any
@@ -116,7 +116,7 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
 
 
 def warn_if_read_early(optimizer: StoredOptimizer) -> None:
-    """Warn if the optimizer has loaded a file but is not built: counters and rates have other values until then."""
+    """Warn if an unbuilt optimizer has loaded a file, because its counters do not have the file's values yet."""
     if optimizer._loaded is not None:
         warn(
             "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. Until then, "
@@ -125,7 +125,7 @@ def warn_if_read_early(optimizer: StoredOptimizer) -> None:
 
 
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
-    """Assign each variable its array, after checking that all arrays fit."""
+    """Assign each variable its array in `store`, after a check of all shapes."""
     _check_fits(optimizer, store, variables)
     divided = optimizer._divided_state
     for i, variable in enumerate(variables):
@@ -177,7 +177,7 @@ def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
 
 
 def _may_be_for(metadata: _Metadata, model: Any) -> bool:
-    """Whether a file with this metadata can be from an optimizer of exactly the model's trainable variables."""
+    """Whether a file with this metadata may belong to an optimizer of this model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
     if metadata.num_variables is not None:  # some variables can have no state in the file
@@ -336,7 +336,7 @@ class WrapperState(KerasSaveable):
             store[str(i)] = stored_value(self._optimizer, variable, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read the variables. A file of the plain inner optimizer has none, and changes nothing."""
+        """Read the variables. A file of the inner optimizer without wrappers has none, and changes nothing."""
         optimizer = self._optimizer
         keys = list(store.keys())
         if keys and not optimizer.built:

@@ -181,19 +181,19 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
 
     def _inner_is_built(self) -> None:
-        """Called once at the end of `build`: all state exists, and nothing is loaded into it yet."""
+        """Called once in `build`, after all state is created, and before arrays from a file are assigned."""
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """Return the variables that the inner optimizer updates in place of `variables`."""
         return list(variables)
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """Yield, for this wrapper's own state of each variable: the variable's key, a name, and the state."""
+        """Yield (key of the variable, name, state variable) for the state that this wrapper adds per variable."""
         return iter(())
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The wrapper's own variables that files contain. Its other variables only pass values between steps."""
+        """The wrapper's own variables that files contain. Other variables only pass values between steps."""
         return list(self._variables)
 
     @property
@@ -243,7 +243,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def variables(self) -> list[Variable]:
-        """The state of the innermost optimizer, as without wrappers, then the state of the wrappers around it."""
+        """The state of the innermost optimizer, in its own order, then the state of the wrappers around it."""
         if not self._inner:
             return self._variables[:]
         own = [v for wrapper in self._wrappers for v in wrapper._variables]
@@ -419,7 +419,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class; `LossScaleOptimizer` if Keras checks for loss scaling, and an optimizer inside scales the loss.
+        """The class. While Keras checks for loss scaling, `LossScaleOptimizer` if an optimizer inside scales the loss.
 
         Keras checks only the outermost optimizer. Without this property, `compile` would add another
         `LossScaleOptimizer` under the "mixed_float16" policy.
@@ -454,7 +454,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state in the layout of the plain inner optimizer, plus its class and a name per array."""
+        """Write the state in the layout without wrappers, with the innermost optimizer's class and a name per array."""
         store = named_store(self, store)
         is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
         if store.process_for is None or is_whole:

@@ -52,9 +52,9 @@ from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 @torch.compiler.disable
 def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None], *args: Any) -> None:
-    """Call `function(*args)`. During this call, these innermost optimizers make fused updates.
+    """Call `function(*args)`. During this call, these optimizers update with fewer passes over memory.
 
-    Only Keras' element-wise optimizers are fused. A subclass, or an optimizer with a replaced method, runs as it is.
+    This applies to Keras' element-wise optimizers, but not to a subclass, or to an optimizer with a replaced method.
 
     Args:
         optimizers: optimizers, each with a bool: whether updates must be bitwise identical to Keras'.
@@ -161,13 +161,13 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _keras_reads_gradients(optimizer: Optimizer) -> bool:
-    """Whether Keras reads gradients between `apply` and the step, and so before the step scales the gradients."""
+    """Whether options such as `clipnorm` make Keras read gradients before `_FusedStep` scales the gradients."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
 
 
 def _has_replaced_methods(optimizer: Optimizer) -> bool:
-    """Whether other code than `_FusedStep` has replaced methods of this instance. Such methods may read gradients."""
+    """Whether methods of this optimizer, other than those of `_FusedStep`, were replaced, and may read gradients."""
     kind: Any = type(optimizer)
     own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
     return not own <= {step_of(kind), _DECAY}

@@ -72,7 +72,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def step_of(kind: type) -> str:
-    """Return the name of the method with the arithmetic of a step."""
+    """Return the name of the method with which an optimizer of this class computes an update."""
     return "_backend_update_step" if kind is keras.optimizers.Ftrl else "_parallel_update_step"
 
 
@@ -141,7 +141,7 @@ class Columns:
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the dtype and device of all others, if `are_uniform`."""
+        """A tensor with the dtype and device of all other tensors in the table, if `are_uniform`."""
         return self.rows[0][0]
 
     @property
@@ -164,7 +164,7 @@ class Columns:
         return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:
-        """Return a table of only the variables that have True in `chosen`."""
+        """Return a table of the variables that have True in `chosen`."""
         kept = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
@@ -174,7 +174,7 @@ class Columns:
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield the columns (weights, gradients, states) as lists of tensors: once, or per group if factors exist."""
+        """Yield lists of the weights, the gradients and the states, once or (if factors exist) per group of pieces."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
@@ -229,7 +229,7 @@ class Columns:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether a tensor is so small that one call should update several such tensors."""
+    """Whether a tensor is so small that several such tensors should share one call."""
     return tensor.numel() <= PIECE // 32
 
 
