@@ -30,7 +30,7 @@ class Placement:
     """
 
     state_sharding: StateSharding | None = None
-    """How replicas shard optimizer state. None if they cannot."""
+    """How replicas shard optimizer state. None if replicas cannot."""
 
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool

@@ -46,7 +46,7 @@ class SideChannel:
     """For each variable, whether this replica has a gradient."""
 
     trained: Sequence[bool] | None = None
-    """Whether this replica trains each variable. None if it trains all."""
+    """Whether this replica trains each variable. None if all variables are trained."""
 
     trains: bool = True
     """Whether this replica still trains. False if it has ended training."""
@@ -88,7 +88,7 @@ class ReceivedFlags:
     """The number of replicas on which each flag is set. Approximate, because flags can be summed in half precision."""
 
     all_read: bool
-    """Whether all replicas read the flags. They can then communicate once more, to describe an error."""
+    """Whether all replicas read the flags. Replicas can then communicate once more, to describe an error."""
 
     @property
     def present(self) -> list[bool]:

@@ -53,7 +53,7 @@ class Shards(abc.ABC):
     """Describes the slices of gradients that are sent during the backward pass; None if no slices are sent then."""
 
     stand_ins: list[Variable]
-    """For each variable, this replica's part of it, or the variable itself if the part is all of it."""
+    """For each variable, the variable that the inner optimizer updates: this replica's part, or the variable itself."""
 
     replica_id: int = 0
     """The number of this process's replica; 0 if one program runs all replicas."""

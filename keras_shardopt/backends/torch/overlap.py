@@ -520,7 +520,7 @@ class _Listener:
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
-"""Returns a variable's mean gradient over all micro-batches. Takes its position, and its gradient in the last one."""
+"""Maps a variable's position and its gradient in the last micro-batch to the mean gradient over all micro-batches."""
 
 
 def _remove_hooks(hooks_and_keys: list[tuple[dict[int, Any], int]]) -> None:

@@ -60,8 +60,9 @@ _SLOTS: dict[type, tuple[str, ...]] = {
 slots that its arguments, such as `amsgrad`, need."""
 
 DTYPES = (torch.float32, torch.float64)
-"""Dtypes that pieces support. In half precision, PyTorch rounds the last elements of an array, which do not fill a
-vector register, differently. Pieces would therefore differ from whole arrays."""
+"""The dtypes of arrays that can be updated in pieces. In half precision, PyTorch rounds the last elements of an array,
+which do not fill a vector register, differently. Pieces would therefore differ from whole arrays.
+"""
 
 _STEPS = {"_parallel_update_step", "_backend_update_step", "update_step", "_apply_weight_decay"}
 
