@@ -28,7 +28,7 @@ class GradientScope:
 
     @property
     def holds_slices(self) -> bool:
-        """Whether this replica has only its slices of the gradients. A norm must then be computed over all replicas."""
+        """Whether this replica has only slices of the gradients, so a norm needs a sum over replicas."""
         return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
 
     @holds_slices.setter

@@ -46,7 +46,7 @@ class World:
 
 @contextlib.contextmanager
 def seeding_without_tensorflow() -> Iterator[None]:
-    """Keep `keras.utils.set_random_seed` from importing TensorFlow. If the program has imported it, seed it."""
+    """Keep `keras.utils.set_random_seed` from importing TensorFlow, unless the program has imported it already."""
     in_keras = rng_utils.tf
     if "tensorflow" not in sys.modules:
         rng_utils.tf = types.SimpleNamespace(available=False)
@@ -94,7 +94,8 @@ def gather_pickled(
 ) -> list[Any]:
     """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
-    `gather_length` gathers the length of each process's data. If it is None, `gather` gathers the lengths too.
+    `gather_length` gathers the length of each process's data. Without `gather_length`, `gather` gathers the lengths
+    too.
     """
 
     def gathered() -> list[Any]:

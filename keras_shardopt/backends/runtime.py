@@ -60,12 +60,16 @@ class Runtime:
         apart: bool = False,
         mostly: bool = False,
     ) -> None:
-        """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
+        """Call `update(grads)` if `condition` is true.
 
-        `update` assigns only `variables`. If `communicates`, `update` may reduce over replicas. The condition must then
-        be equal on all replicas, and `grads` must be the only per-replica tensors that `update` reads. If `apart`, each
-        replica has its own condition, and `update` reduces nothing. If `mostly`, the condition is usually true. A
-        compiled program may then always compute the update, and discard the result if the condition is false.
+        Args:
+            condition: a bool or a scalar bool tensor, equal on all replicas unless `apart`.
+            update: assigns only `variables`.
+            grads: the only tensors that `update` reads and that differ between replicas.
+            variables: the variables that `update` may assign.
+            communicates: whether `update` may reduce over replicas.
+            apart: whether each replica has its own condition. `update` then reduces nothing.
+            mostly: whether the condition is usually true. A compiled program may then always compute the update.
         """
         del variables, communicates, apart, mostly
         # Do not write `bool(condition)`: it would add a graph break in torch.compile.
@@ -77,7 +81,7 @@ class Runtime:
     ) -> None:
         """Raise an error if a scalar bool tensor is true.
 
-        Inside a compiled step, it does nothing if the framework cannot raise errors there.
+        Does nothing inside a compiled step if the framework cannot raise errors there.
 
         Args:
             condition: equal on all replicas.

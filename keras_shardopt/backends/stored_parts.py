@@ -90,7 +90,7 @@ def free_buffers() -> None:
 
 
 def even_parts(array: np.ndarray, process: tuple[int, int]) -> OwnParts:
-    """Return a copy of a process's share of an array that all processes have. See `even_range`."""
+    """Return a copy of a process's share of an array that all processes have."""
     start, stop = even_range(array.size, process)
     is_own = start < stop or (array.size == 0 and process[1] == 0)
     parts = [Part((start,), host_copy(array.reshape(-1)[start:stop]))] if is_own else []

@@ -150,7 +150,7 @@ def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> 
 
 
 def whole_value(variable: Variable) -> np.ndarray:
-    """Return the whole array of a variable. If processes divide the variable, all of them must call this."""
+    """Return the whole array of a variable. If processes hold parts, all processes must call this."""
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 

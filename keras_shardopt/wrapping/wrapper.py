@@ -346,7 +346,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _incoming_scale(self) -> Any:
         """Return the factor by which loss scaling has multiplied incoming gradients.
 
-        It is 1 unless `loss_scale_factor` is set or an inner optimizer scales the loss and unscales the gradients.
+        The factor is 1 unless `loss_scale_factor` is set or an inner optimizer scales the loss and unscales the
+        gradients.
         """
         return self.inner.scale_loss(1.0)
 
@@ -372,7 +373,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     @property
     def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate. It can be assigned."""
+        """The learning rate of the inner optimizer. An assignment changes the inner optimizer."""
         warn_if_read_early(self)
         return self.inner.learning_rate
 

@@ -216,7 +216,7 @@ def _objections(state: GradientState) -> Sequence[str]:
 
 
 def _doubts(seen: set[str]) -> list[str]:
-    """Return warnings about possible problems with the gradients of a step. `seen` describes its losses."""
+    """Return warnings about possible problems with the gradients of a step. `seen` has the notes on the losses."""
     doubts = []
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         doubts.append(_MIXTURE)

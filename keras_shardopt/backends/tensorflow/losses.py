@@ -68,7 +68,7 @@ def note(what: str) -> None:
 
 
 def note_divided(loss: Any, adds_up: bool = False) -> Any:
-    """Return `loss`, and note that its gradients must be summed over replicas. `adds_up` is true for a plain sum."""
+    """Return `loss`, and note that its gradients must be summed over replicas. `adds_up` marks a plain sum."""
     note(DIVIDED)
     if not adds_up:
         note(BY_NUMBER)

@@ -121,7 +121,7 @@ def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
 
 
 class TensorFlowPlacement(Placement):
-    """Places variables on TensorFlow. A `tf.distribute` strategy mirrors them, and its devices are the replicas."""
+    """Places variables on TensorFlow. A `tf.distribute` strategy mirrors variables on its devices, the replicas."""
 
     state_sharding = "copies"
 

@@ -58,8 +58,8 @@ class Buckets:
         compression: None, "float16" or "bfloat16", the dtype of float32 and float64 when sent and summed.
         checks_finite: whether to find non-finite gradients.
         slices: with sharded state, the slices of each rank. Otherwise None.
-        made: with a codec, a function that creates the buckets, and a function that creates a `Transfer`
-            (`update/transport.py`) for each reduction. Without a codec, (None, None).
+        made: with compression by a codec, a function that creates the buckets, and a function that creates the encoder
+            of each reduction (`update/transport.py`). Otherwise (None, None).
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Buckets:
         self._finished = found
 
     def _late_gradients(self, own: Gradients) -> list[Tensor | None]:
-        """Record whether gradients changed after sending. If sending frees gradients, return those added afterwards."""
+        """Record whether gradients changed after sending. If gradients were freed, return those that arrived later."""
         left: list[Tensor | None] = [None] * len(own)
         for i, (grad, version) in self._taken.items():
             if self._can_resend:
@@ -273,10 +273,10 @@ class Buckets:
         """Return the sum or mean of all ranks' gradients. Reduce `grads` now, unless the backward pass has done so.
 
         The next call overwrites the memory of the result. If `counts` is false, this rank has no rows and sends zeros.
-        Otherwise it sends its gradients times `weight`.
+        Otherwise, this rank sends its gradients times `weight`.
 
         Raises:
-            ValueError: on all ranks, if they differ in updates or trained variables, or if `grads` are other gradients
+            ValueError: on all ranks, if ranks differ in updates or trained variables, or if `grads` are other gradients
                 than the backward pass has reduced.
         """
         places = [self._places[id(variable)] for variable in variables]
@@ -506,7 +506,7 @@ def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
 
 
 class _Listener:
-    """The hook that passes a weight's gradient to `Buckets`. It is a class, to recognize it among other hooks."""
+    """The hook that passes a weight's gradient to `Buckets`."""
 
     def __init__(self, buckets: weakref.ref[Buckets], i: int) -> None:
         self._buckets, self._i = buckets, i

@@ -154,7 +154,7 @@ def statistics_group() -> Any:
 
 
 def exchanges_statistics() -> bool:
-    """Return whether layers use `statistics_group`. The result is equal on all ranks."""
+    """Return whether layers, such as a synchronized `BatchNormalization`, use `statistics_group`."""
     return _statistics is not None and _statistics() is not None
 
 
@@ -280,7 +280,7 @@ EXCHANGE = "exchanges tensors"
 
 
 def can_promise_steps() -> bool:
-    """Return whether ranks can announce several steps at once. With NCCL, waiting ranks cannot read notes of errors."""
+    """Return whether ranks can announce several steps at once: not with NCCL, because waiting ranks read no notes."""
     return _open is not None and _open.is_gloo
 
 
@@ -298,10 +298,10 @@ def note_error(words: str) -> None:
 
 
 def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
-    """Wait for a collective that other ranks might never start, although they have announced it.
+    """Wait for a collective, and check from time to time whether another rank has left with an error.
 
-    `announcement` is the number of an announcement, and 0 for other collectives. `call` names a collective of all ranks
-    that has no announcement, as in an update of a custom training loop.
+    `announcement` is the number of an announcement, and 0 for other collectives. `call` describes a collective that
+    ranks have not announced, as in a custom training loop.
 
     Raises:
         RuntimeError: if the collective fails, or another rank has left `fit` with an error.
@@ -422,7 +422,7 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
 class naming_missing_ranks:
     """Context manager that adds the missing ranks to the error of a failed collective. Wrap exactly one collective.
 
-    `under_way` is the caller's list of pending collectives, cleared on failure. `call` describes their purpose.
+    `under_way` is the caller's list of pending collectives, cleared on failure. `call` describes the purpose.
 
     Raises:
         RuntimeError: if the collective fails. Names the missing ranks if possible.

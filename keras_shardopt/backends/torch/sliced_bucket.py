@@ -35,9 +35,18 @@ class Slices:
 class SlicedBucket:
     """A bucket of gradients for sharded optimizer state, with the methods of `FlatBucket`.
 
-    `number` is the index of this bucket, `places` has the positions of its variables, and `like` a tensor with their
-    dtype and device. `pieces` has the parts for each rank, and `shapes` the shape of this rank's slice of each
-    variable. With `checks_finite`, the bucket records which gradients are not finite, before they are freed.
+    Args:
+        pool: the memory that all buckets share.
+        number: the index of this bucket.
+        like: a tensor with the dtype and device of the variables.
+        places: the positions of the variables.
+        pieces: for each rank, its parts of the gradients.
+        shapes: by position, the shape of this rank's slice of the variable.
+        op: "sum" or "mean".
+        rank: this rank.
+        compression: the half-precision dtype to send in, or None.
+        num_flags: the number of flags to send after the gradients.
+        checks_finite: whether to record which gradients are not finite, before the gradients are freed.
     """
 
     can_resend = False

@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Tensor
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of a tensor over ranks. Its gradient is the sum of all ranks' gradients, as for a sum of all losses."""
+    """The sum of a tensor over ranks. Its gradient is the sum of all ranks' gradients, as if all losses were added."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, counts: bool) -> Tensor:

@@ -90,7 +90,7 @@ def update_in_pieces(
     factors: Factors,
     divides: bool,
 ) -> None:
-    """Update variables like Keras' step, but in pieces that fit into the CPU's cache. Requires `is_elementwise`."""
+    """Update variables like Keras' step of an element-wise optimizer, but in pieces that fit into the CPU's cache."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
