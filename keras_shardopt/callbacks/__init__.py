@@ -7,6 +7,7 @@ from keras_shardopt.callbacks.replicas import CheckReplicas, SyncReplicas
 from keras_shardopt.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_shardopt.callbacks.step_report import StepReport
 from keras_shardopt.callbacks.summaries import TrainingSummaries
+from keras_shardopt.callbacks.throughput import Throughput
 from keras_shardopt.checkpoint.backup import BackupAndRestore
 from keras_shardopt.checkpoint.saving import ModelCheckpoint
 
@@ -20,6 +21,7 @@ __all__ = [
     "StepReport",
     "StopOnNonFinite",
     "SyncReplicas",
+    "Throughput",
     "TrainingSummaries",
     "first_difference",
 ]

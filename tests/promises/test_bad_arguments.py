@@ -76,6 +76,7 @@ VALID = {
     "callbacks.StepReport": dict,
     "callbacks.StopOnNonFinite": dict,
     "callbacks.SyncReplicas": dict,
+    "callbacks.Throughput": lambda: {"batch_size": 8},
     "callbacks.TrainingSummaries": lambda: {"log_dir": None},
     "callbacks.first_difference": lambda: {"a": prints(), "b": prints()},
     "build_optimizer": lambda: {"optimizer": "SGD"},
