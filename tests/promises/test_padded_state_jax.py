@@ -100,6 +100,24 @@ def test_weights_are_those_of_whole_state(arguments, inner, num_replicas):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * moved + 6e-8)  # and a rounding of the weight
 
 
+@pytest.mark.parametrize("arguments", [{"var_names": ["bias"]}, {"var_list": [0, 3]}], ids=["name", "variable"])
+def test_variables_excluded_before_building_do_not_decay(arguments):
+    with ks.data_parallel(3):
+        optimizer = ks.CrossShard(keras.optimizers.AdamW(0.1, weight_decay=0.5), shard_state=True)
+        weights = compiled(optimizer).trainable_variables
+        left_out = arguments.get("var_list", [1, 3])
+        if "var_list" in arguments:
+            arguments = {"var_list": [weights[i] for i in left_out]}
+        for weight in weights:
+            weight.assign(np.ones(weight.shape, "float32"))
+        optimizer.exclude_from_weight_decay(**arguments)
+        optimizer.build(weights)
+        optimizer.apply([keras.ops.zeros(w.shape) for w in weights])  # without gradients, only decay moves a weight
+    for i, weight in enumerate(weights):
+        expected = np.full(weight.shape, 1 if i in left_out else 1 - 0.1 * 0.5)
+        np.testing.assert_allclose(np.asarray(weight.value), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("num_replicas", some([2, 3, 4, 6, 8], [3]))
 @pytest.mark.parametrize("widths", [(64, 64, 64), (50, 30, 10)])
 def test_every_number_of_replicas_holds_an_equal_share(num_replicas, widths):

@@ -96,6 +96,23 @@ def test_undivided_gradients_are_accumulated(kind):
     check(weights, fitted(alone))
 
 
+class LogsADividedLoss(BareMean):
+    def train_step(self, data):
+        x, y = data
+        logged = self.compute_loss(x, y, self(x, training=True))
+        return {**super().train_step(data), "logged": logged}
+
+
+def test_so_are_gradients_that_are_reduced_inside_a_condition(one_process):
+    """`LossScaling` outside `CrossShard` reduces in a condition. A divided loss that is only logged does not count."""
+    with replicas(2).scope():
+        model = problem.model()
+        model = LogsADividedLoss(model.inputs, model.outputs)
+        scaled = ks.LossScaling(ks.CrossShard(problem.sgd_momentum()), "Backoff", {"scale_max": 1.0})
+        model.compile(scaled, "mse")
+    check(fitted(model), one_process)
+
+
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 @pytest.mark.exhaustive
 def test_losses_of_keras_count_as_ever(reduction):

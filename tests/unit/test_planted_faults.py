@@ -1046,6 +1046,26 @@ FAULTS = [
     ),
     fault(
         "sharding/padded_layout.py",
+        "        keep_exclusions(optimizer, self.variables, self.inside)",
+        "",
+        "promises/test_padded_state_jax.py::test_variables_excluded_before_building_do_not_decay[variable]",
+        backend="jax",
+    ),
+    fault(
+        "update/agreement.py",
+        'keras.tree.flatten(getattr(model, "loss", None))',
+        '[getattr(model, "loss", None)]',
+        "unit/update/test_agreement.py::test_a_sum_is_found_among_several_losses",
+    ),
+    fault(
+        "backends/tensorflow/losses.py",
+        "        vars(tf.distribute.get_replica_context()).setdefault(_BARE, {}).update(bare)",
+        "",
+        "promises/test_undivided_losses.py::test_so_are_gradients_that_are_reduced_inside_a_condition",
+        backend="tensorflow",
+    ),
+    fault(
+        "sharding/padded_layout.py",
         "self.inside(variables))\n        for i in self._divided:\n            self._assign_from_stand_in(i)",
         "self.inside(variables))",
         "promises/test_padded_state_jax.py::test_weights_are_those_of_whole_state[plain-finalized-6]",

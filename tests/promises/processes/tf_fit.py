@@ -143,6 +143,15 @@ def main():
     stepping.fit(bad, y[: problem.BATCH_SIZE], batch_size=8, verbose=0)
     assert all((a == found[f"stepping{i}"]).all() for i, a in enumerate(stepping.get_weights()))
 
+    # The second device of worker 0 gets another weight, and both workers name it.
+    def change_one_copy(batch, logs):
+        if scope.is_chief:
+            copy = stepping.trainable_variables[0].value.values[1]
+            copy.assign(copy + 1)
+
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=change_one_copy), ks.callbacks.CheckReplicas(1)]
+    refused(lambda: stepping.fit(x, y, callbacks=callbacks, **fit), RuntimeError, "kernel` on replica 1")
+
     # A step of the model's own; logs of a batch are equal on all, or some would stop and others not.
     with ks.data_parallel():
         stopped = StopsAtALargeBatch()

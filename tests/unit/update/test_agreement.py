@@ -12,7 +12,7 @@ from support.suites import some
 import keras_shardopt as ks
 from keras_shardopt.classic import NovoGrad
 from keras_shardopt.optimizers import AutomaticLossScaler
-from keras_shardopt.update.agreement import described
+from keras_shardopt.update.agreement import described, sum_losses_of
 
 SGD, layers = keras.optimizers.SGD, keras.layers
 
@@ -329,3 +329,15 @@ def test_modules_of_pytorch_are_compared_without_their_weights():
 
     assert differing(found(3), found(3)) == []
     assert "`module` of layer 2, `torch_module_wrapper`" in differing(found(3), found(3, False))
+
+
+@pytest.mark.parametrize("nested", [lambda mean, total: [mean, total], lambda mean, total: {"a": mean, "b": total}])
+def test_a_sum_is_found_among_several_losses(nested):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in "ab"})
+    mean, total = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
+    optimizer = ks.CrossShard(SGD(0.1))
+    model.compile(optimizer, nested(mean, total))
+    assert sum_losses_of(optimizer, model.trainable_variables) == [total]
+    model.compile(optimizer, nested(mean, mean))
+    assert sum_losses_of(optimizer, model.trainable_variables) == []
