@@ -34,7 +34,7 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """The basis on which `Communicator.gradient_state` chose its result, and warnings about possible mistakes."""
+    """How reliable the result of `Communicator.gradient_state` is, and warnings about possible mistakes."""
 
     is_of_this_step: bool = True
     """Whether the result follows from losses of this training step, not from losses of an earlier step."""
@@ -82,21 +82,21 @@ class Communicator(abc.ABC):
 
     @property
     def _members_by_id(self) -> list[Sequence[int]]:
-        """For each of all replicas, the ids of the replicas in its group."""
+        """For each replica, the ids of the replicas in its group."""
         assert self._groups is not None
         by_id = {replica: group for group in self._groups for replica in group}
         return [by_id[replica] for replica in range(len(by_id))]
 
     @property
     def _positions_by_id(self) -> list[int]:
-        """For each of all replicas, its position in its group."""
+        """For each replica, its position in its group."""
         return [members.index(replica) for replica, members in enumerate(self._members_by_id)]
 
     def split(self, groups: Groups) -> Communicator:
         """Return the communicator of this replica's group, as `MPI_Comm_split` does.
 
-        Its collectives stay inside the group. All replicas must make this call with the same `groups`: equal-length
-        lists of ids that cover every replica once.
+        Its collectives reach only the replicas of the group. All replicas must make this call with the same `groups`:
+        equal-length lists of replica ids, with every replica in one group.
         """
         if len(groups) == 1:
             return self
@@ -111,14 +111,14 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sum, mean or maximum over all replicas."""
+        """Return the sum, mean or maximum of each tensor over all replicas."""
 
     @abc.abstractmethod
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate the flat tensors of all replicas, ordered by replica id."""
+        """Return each flat tensor, concatenated over all replicas in the order of replica ids."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return this replica's slice of each sum or mean over replicas.
+        """Return this replica's slice of the sum or mean of each tensor over replicas.
 
         The number of replicas must divide each tensor's first dimension.
         """

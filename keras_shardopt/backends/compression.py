@@ -68,7 +68,7 @@ def dtype_sent(dtype: str, compression: str | None) -> str:
 
 
 def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
-    """Return two numbers for a reduction: the divisor of tensors before sending, and the factor of their sum."""
+    """Return the divisor of each tensor before it is sent, and the factor of the sum afterwards (1 for none)."""
     if op == "mean":
         return (num_replicas, 1) if divides else (1, 1 / num_replicas)
     return (num_replicas, num_replicas) if divides else (1, 1)

@@ -36,7 +36,7 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """Return the innermost object of class `kind` in the call stack that runs a method, or None.
+    """Return the object of class `kind` whose method is running, or None. Of several, return the last called one.
 
     `method` is the method's name (None for any), and `condition` a test of the object.
     """
@@ -61,7 +61,7 @@ def is_running(function: str, module: str) -> bool:
 
 
 def running_local(function: str, name: str) -> Any:
-    """Return a local variable of the innermost running function of this name, or None."""
+    """Return a local variable of the running function of this name, or None. Of several, use the last called one."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

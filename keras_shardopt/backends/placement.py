@@ -35,13 +35,13 @@ class Placement:
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
-        """Prepare to build an optimizer that reduces gradients for these trainable variables.
+        """Prepare to build `optimizer`, which reduces the gradients of these trainable variables.
 
-        Replicas then draw different random numbers in training steps. The `innermost` optimizers do not reduce
-        gradients that `optimizer` has reduced.
+        Replicas then draw different random numbers in training steps. The optimizers inside `optimizer` (`innermost`)
+        do not reduce gradients a second time.
 
         Raises:
-            ValueError: if variables or optimizer were created for fewer replicas, or `shards_state` is impossible.
+            ValueError: if variables or optimizer were created for fewer replicas, or state cannot be sharded.
         """
         del variables, optimizer, innermost, shards_state
 
@@ -52,10 +52,10 @@ class Placement:
         is_loaded: bool = False,
         shards_state: bool = False,
     ) -> None:
-        """Check the placement of variables before an update. Warn if a loaded model trains on one device only.
+        """Check variables before an update. Warn if they are from a file (`is_loaded`) and on one device only.
 
         Raises:
-            ValueError: if these innermost optimizers would update the variables wrongly.
+            ValueError: if variables are not on all replicas, or options of `optimizers` cannot work with replicas.
         """
         del variables, optimizers, is_loaded, shards_state
 

@@ -1,4 +1,4 @@
-"""Flags that replicas with separate programs send with their gradients, as numbers that a reduction can sum.
+"""Sends flags between replicas with separate programs: numbers that a reduction sums together with the gradients.
 
 All replicas must reduce the same list of tensors, or a collective pairs wrong tensors or hangs. So a replica sends
 zeros in place of a gradient of None. Flags state which gradients it has, which variables it trains, and whether it has
@@ -36,7 +36,7 @@ _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
 
 @dataclasses.dataclass(frozen=True)
 class SideChannel:
-    """The flags that this replica sends in one reduction."""
+    """The flags that this replica sends in one reduction of gradients."""
 
     replicas: Communicator
     variables: Sequence[Variable]
@@ -81,7 +81,7 @@ class SideChannel:
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedFlags:
-    """The flags of all replicas in one reduction."""
+    """The flags of all replicas, summed in one reduction of gradients."""
 
     own: SideChannel
     counts: Sequence[float]
@@ -97,7 +97,7 @@ class ReceivedFlags:
 
     @property
     def more(self) -> Sequence[float]:
-        """On how many replicas each additional flag is set."""
+        """For each flag of the caller (see `SideChannel.more`), the number of replicas that have set it."""
         return self.counts[len(self.own.present) + NUM_FLAGS :]
 
     def check_all_train(self) -> None:

@@ -37,7 +37,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
 
     Args:
         shape: the shape of the array.
-        axes: the layout of the array in the model.
+        axes: the axes of the mesh that divide each dimension of the array in the model.
         mesh: the size of each axis of the mesh.
     """
     used = [name for names in axes for name in names]
@@ -48,7 +48,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
         parts = [math.prod(mesh[name] for name in names) for names in divided]
         dimensions = sorted({d for d in chosen if d is not None})
         if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
-            # Of equally good layouts, prefer one dimension for all added axes, then undivided ones, then first ones.
+            # Of layouts with equally many parts, prefer few dimensions for the added axes, undivided ones, first ones.
             already = sum(bool(axes[d]) for d in dimensions)
             found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
     return min(found)[-1]
@@ -101,7 +101,7 @@ class JaxPlacement(Placement):
                     f"{made} the active distribution, which has {len(active)} devices. Build the model inside `with "
                     "keras_shardopt.data_parallel():`, or after `set_distribution`."
                 )
-        # Skip this inside `shard_map` and `pmap`, which have no layouts. The caller raises an error there.
+        # Skip this check inside `shard_map` and `pmap`, which have no layouts. The caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
@@ -225,7 +225,7 @@ def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
 
 
 def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
-    """Place a tensor on all devices of the distribution: a slice of its rows on each, or the whole tensor on each."""
+    """Place a tensor on all devices of the distribution: a slice of its rows on each if `is_divided`, or all rows."""
     distribution = keras.distribution.distribution()
     if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
         return tensor
@@ -239,7 +239,7 @@ def layout_of(variable: Variable) -> Any:
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
-    """Allow each process to assign these variables independently. The caller must compare values before training.
+    """Allow each process to assign these variables independently. The caller must compare all processes' values.
 
     By default, JAX compares each assigned value on all processes, so an assignment on one process would hang or fail.
     """

@@ -48,7 +48,7 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _share(data: Any, box: Sequence[tuple[int, int]], holders: Sequence[int]) -> Part:
-    """Return the part of a shard that this process saves, if several processes hold copies of the shard."""
+    """Return this process's share of a shard. `box` is the shard's place, and `holders` the processes with a copy."""
     start = [first for first, _ in box]
     own = [slice(None)] * len(box)
     place = (len(holders), holders.index(jax.process_index()))

@@ -99,7 +99,7 @@ def logged(loss: Any) -> Any:
 
 
 def noted() -> set[str]:
-    """Return the notes on this replica's step."""
+    """Return the notes on the losses of this replica's step."""
     context = tf.distribute.get_replica_context()
     found: set[str] = set() if context is None else vars(context).get(_NOTES, set())
     return set(found) if model_of_step() is None else found | {IN_MODEL}
@@ -254,7 +254,7 @@ def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set
 
 
 def _adds_up_divided(loss: Any, divided: set[str], num_replicas: int) -> bool:
-    """Return whether a scalar in a graph is a weighted sum of only `divided` losses, with no weight `num_replicas`."""
+    """Return whether a scalar adds up only losses that are divided by `num_replicas`: those named in `divided`."""
     pending = [loss]
     while pending:
         tensor = pending.pop()

@@ -318,7 +318,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor's parts from all ranks, concatenated. `received` has a row of bytes per rank."""
+    """Concatenate each tensor's slices from all ranks. `received` has a row per rank: the bytes of its slices."""
     parts = received.split([row.shape[1] for row in rows], 1)
     return [part.reshape(-1).view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 

@@ -93,7 +93,7 @@ class FlatBucket:
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
-        """Fill `results` from the reduced `flat`."""
+        """Fill `results` from `flat`, which now holds the reduced gradients."""
         del adds
         if self.results is not self.views:
             self.wide.copy_(self.flat[: self.wide.numel()])

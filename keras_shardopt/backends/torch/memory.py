@@ -89,7 +89,7 @@ def _has_own_memory(tensor: Tensor) -> bool:
 
 
 def together(replicas: Any, variables: Sequence[Variable], size: int) -> Together | None:
-    """Return a `Together` of these variables, or None if the replicas cannot gather into it."""
+    """Return a `Together` of these variables, or None if the replicas cannot gather slices into its memory."""
     return Together(variables, size) if isinstance(replicas, TorchProcessGroup) else None
 
 

@@ -101,7 +101,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates that used gradients of this object. If the number differs, a rank has skipped an update.
+        # The number of updates with this object's gradients. If ranks differ in it, a rank has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -345,7 +345,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients. Repeat if a gradient changed on any rank. With `adds`, add to earlier results."""
+        """Send all gradients, again if one changed on any rank. Return the results, added to earlier ones if `adds`."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -419,7 +419,7 @@ class Buckets:
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
-        """Send the remaining buckets, and wait for all. Return the results, or None if ranks must send all again."""
+        """Send the remaining buckets, and wait for all. Return the reduced gradients, or None if ranks must send again."""
         is_odd = self._num_taken % 2 == 1
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         more += [] if self._can_resend else [self._has_lost]
@@ -459,7 +459,7 @@ class Buckets:
         place = first_not_finite(found)
         if not place:
             return ALL_FINITE
-        # To find the rank, check own gradients, except those in the buckets' memory, which now holds all ranks' sums.
+        # Find the rank with the bad gradient: check own gradients outside the buckets' memory, which now holds sums.
         grads = (own() if callable(own) else own) if self._counts else []
         mine = first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
         return self._source(mine, place)

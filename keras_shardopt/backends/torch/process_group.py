@@ -168,8 +168,8 @@ def close_group(has_failed: bool = False) -> None:
     if is_open:
         dist.destroy_process_group()
     if held:
-        # Release the groups in a thread, because a group waits for its collectives. These fail once other ranks close
-        # their connections, but a process forked from such a rank can keep its connections open.
+        # Release the groups in a thread, because a release waits for pending collectives. The wait may never end: a
+        # process forked from a failed rank keeps that rank's connections open, so the collectives do not fail.
         releasing = threading.Thread(target=held.clear, daemon=True)
         releasing.start()
         releasing.join(POLL_SECONDS)
@@ -471,7 +471,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call if all ranks answer in time, and the cause of the error."""
+    """Return each rank's call ({} unless all ranks answer in time), and the cause of the error."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Close the connections, so collectives fail on ranks that wait for this rank. Those ranks answer only then.
         close_group(has_failed=True)

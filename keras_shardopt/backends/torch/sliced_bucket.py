@@ -26,7 +26,7 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """For each bucket, the positions of its variables and each rank's pieces. Also the shapes of this rank's slices."""
+    """For each bucket, the positions of its variables and the slices of each rank. Also the shapes of own slices."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]
@@ -40,7 +40,7 @@ class SlicedBucket:
         number: the index of this bucket.
         like: a tensor with the dtype and device of the variables.
         places: the positions of the variables.
-        pieces: for each rank, its parts of the gradients.
+        pieces: for each rank, its slices of the gradients.
         shapes: by position, the shape of this rank's slice of the variable.
         op: "sum" or "mean".
         rank: this rank.
