@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate each tensor over the group's replicas. With `takes_part`, use only slices at this replica's place."""
+        """Concatenate each tensor over the group's replicas. With `takes_part`, use only the slices of this replica."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "On TensorFlow, this `compression` needs a `MirroredStrategy` in one process. Received: another "

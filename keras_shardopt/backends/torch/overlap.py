@@ -419,7 +419,7 @@ class Buckets:
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
-        """Send the remaining buckets, and wait for all. Return the reduced gradients, or None if ranks must send again."""
+        """Send the remaining buckets and wait. Return the reduced gradients, or None if ranks must send all again."""
         is_odd = self._num_taken % 2 == 1
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         more += [] if self._can_resend else [self._has_lost]
