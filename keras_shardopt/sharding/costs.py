@@ -1,4 +1,4 @@
-"""Measures the work of each variable's update in a trial on shapes without values, with one result on all replicas."""
+"""Counts the work (FLOPs and bytes) of each variable's update, in a trial without values. All replicas count alike."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _work = for_backend({"torch": "keras_shardopt.backends.torch.work"})
 
 
 def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tuple[float, int]]:
-    """Return the work and the number of operations of each variable's update.
+    """Return the work (FLOPs and moved bytes) and the number of operations of each variable's update.
 
-    Runs one update for each kind of variable, on shapes without values. Variables of one kind have the same shape and
-    dtype, and slots (state such as a momentum) of the same names and shapes.
+    Runs one update for each kind of variable, on tensors without values. Variables of one kind have the same shape
+    and dtype, and slots (state such as a momentum) of the same names and shapes.
 
     Args:
         optimizer: an optimizer with an update rule. It is not changed.

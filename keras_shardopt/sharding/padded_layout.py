@@ -34,7 +34,7 @@ _MAX_OVER_IDEAL = 1.02
 
 
 class PaddedLayout(OneProgramShards):
-    """Divides state into equal shares. For this, it pads variables with zeros: fewer than one per device."""
+    """Divides state equally among devices. It pads each variable with fewer zeros than there are devices."""
 
     lays_out = True
 
@@ -46,7 +46,7 @@ class PaddedLayout(OneProgramShards):
         keep_exclusions(optimizer, self.variables, self.inside)
 
     def _may_pad(self, optimizer: CrossShardProtocol) -> list[bool]:
-        """Return whether each variable can be updated in another shape."""
+        """Return, for each variable, whether padding and another shape leave its updates unchanged."""
         try:
             return are_elementwise_inside(optimizer, self.variables, part_rank=2)
         except ValueError:  # updates depend on several variables, so none can be padded

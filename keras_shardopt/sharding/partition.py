@@ -32,16 +32,16 @@ _SMOOTHNESS = 10
 def divide(
     sizes: Sequence[int], may_split: Sequence[bool], costs: Sequence[tuple[float, int]], num_replicas: int
 ) -> list[list[Piece]]:
-    """Divide variables among replicas: whole variables by update time, then slices of the other variables by memory.
+    """Divide variables among replicas, to balance the cost of their updates and the memory of their state.
 
     If some variables must stay whole, small ones stay whole too. Whole variables go first, from expensive to cheap,
-    each to the replica with the least work. The other variables, joined to one long vector, then fill the replicas up
+    each to the replica with the lowest cost. The other variables, joined to one long vector, then fill the replicas up
     to an equal number of elements. No replica has more than one piece of a variable.
 
     Args:
         sizes: the number of elements of each variable.
         may_split: whether each variable may be split.
-        costs: the work and the number of operations of each variable's update. Used if a variable must stay whole.
+        costs: the cost of each variable's update, from `update_costs`. Used if a variable must stay whole.
         num_replicas: int >= 1.
 
     Returns:
@@ -70,7 +70,7 @@ def divide(
 
 
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
-    """Choose a replica for each variable. Balance both work and operations, because either can limit the speed."""
+    """Choose a replica for each variable. Balance both numbers of a cost, because either can limit the speed."""
     totals = [sum(column) for column in zip(*costs)]
     shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]
@@ -84,7 +84,7 @@ def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
 
 
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:
-    """Divide `amount` among replicas so their total loads are as equal as possible. Return each replica's part."""
+    """Divide `amount` among replicas so their total loads are as equal as possible. Return the share of each."""
     low, high = min(loads), max(loads) + amount
     while low < high:  # find the lowest level with enough room
         level = (low + high) // 2

@@ -75,7 +75,7 @@ class Shards(abc.ABC):
         return self._positions[self._key(variable)]
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the variables that the inner optimizer updates in place of these (see `stand_ins`)."""
+        """Return the variables that the inner optimizer updates in place of `variables` (see `stand_ins`)."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     @property
@@ -107,7 +107,7 @@ class Shards(abc.ABC):
             )
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """Return this replica's slices of global gradients."""
+        """Return this replica's slices of gradients that are already reduced over all replicas."""
         return [
             grad if grad is None or i not in self._divided else self._own_slice(i, flattened(grad, self.variables[i]))
             for grad, i in zip(grads, map(self._position, variables))
@@ -163,7 +163,7 @@ class Shards(abc.ABC):
 
 
 class OneProgramShards(Shards):
-    """Parts of equal length, for replicas that run in one program."""
+    """Divides variables into parts of equal length, for replicas that run in one program."""
 
     reduces_in_slices = False
 

@@ -124,7 +124,7 @@ class FlatShards(Shards):
         # the state has elements on this replica.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
-        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of whole variables
+        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # they have a variable
         self._copy_in()  # makes `stand_ins` share the weights' memory, and frees their initial memory
 
     def is_divided(self, variable: Variable) -> bool:
