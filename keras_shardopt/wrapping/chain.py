@@ -154,7 +154,7 @@ def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
 
 
 def shared_variables(optimizer: Optimizer) -> list[Variable]:
-    """Return the variables of an optimizer that are equal on all replicas."""
+    """Return the optimizer's own variables that are equal on all replicas."""
     return list(getattr(optimizer, "_shared_variables", optimizer.variables))
 
 

@@ -48,7 +48,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
-    """Undoes changes of variables by forward passes if `optimizer`, the outermost wrapper, skips an update."""
+    """Restores variables that forward passes have changed if `optimizer`, the outermost wrapper, skips an update."""
 
     def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
@@ -81,7 +81,7 @@ class Rollback:
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer) -> Any:
-        """Prepare for an update by `optimizer`. Return the argument `before` of `settle`."""
+        """Prepare for an update by `optimizer`. Return a value to pass to `settle` after the update."""
         save_before_assignments()
         return _Stamp(stamp(optimizer._iterations))
 
@@ -206,7 +206,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If more gradients follow, do not treat an `apply` without an update in this block as a skipped update."""
+    """If more gradients follow (`more_comes`), an `apply` in the block that updates nothing is not a skipped update."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield

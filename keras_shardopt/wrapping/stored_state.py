@@ -40,16 +40,16 @@ class DividedState(Protocol):
     """An optimizer's state, divided among replicas, with methods that save and load the state."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of the undivided state; None if only another replica has the state."""
+        """Return the undivided shape of a state variable; None if only another replica has the variable."""
 
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the undivided state. All replicas must call this together."""
+        """Return the undivided value of a state variable. All replicas must call this together."""
 
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
-        """Return the parts that this process saves in a sharded checkpoint."""
+        """Return the parts of a state variable that this process saves in a sharded checkpoint."""
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign this replica's part of an undivided array."""
+        """Assign this replica's part of an undivided array to a state variable."""
 
 
 class StoredOptimizer(Optimizer, Protocol):
@@ -67,7 +67,7 @@ class StoredOptimizer(Optimizer, Protocol):
 
 
 def load(optimizer: StoredOptimizer, store: Any) -> None:
-    """Load a state into a wrapper. If the wrapper is not built, keep the arrays until `build`."""
+    """Load the arrays in `store` into a wrapper. If the wrapper is not built, keep the arrays until `build`."""
     if not list(store.keys()):
         warn(f"The file holds no optimizer state, so {optimizer!r} keeps its state.")
         return
@@ -140,7 +140,7 @@ def _lazily(store: Any, key: str) -> Any:
 def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
     """Return the value of a state variable for a file. Replicas with divided state must call this together.
 
-    For a sharded checkpoint, the value consists of the parts of this process.
+    For a sharded checkpoint, the value is the parts of the variable that this process saves.
     """
     divided: DividedState | None = optimizer._divided_state
     process_for: Callable[[Variable], tuple[int, int]] | None = getattr(store, "process_for", None)
@@ -150,7 +150,7 @@ def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> 
 
 
 def whole_value(variable: Variable) -> np.ndarray:
-    """Return the whole array of a variable. If processes hold parts, all processes must call this."""
+    """Return the whole array of a variable. If it is divided among processes, all processes must call this."""
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 
@@ -222,7 +222,7 @@ def check_groups(own: Any, stored: Any) -> None:
 def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     """Raise ValueError if arrays of the right shapes belong to other variables or another optimizer."""
     mine, kind = own.slots, own.kind
-    # Older files lack the optimizer's class. For these, ignore all numbers in names, even in names given by users.
+    # Older files, without the optimizer's class, contain names with changed numbers. There, ignore all numbers.
     comparable = without_counters if metadata.kind else without_numbers
     keys = [key for key in mine if key in metadata.slots]
     found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (metadata.slots, mine))

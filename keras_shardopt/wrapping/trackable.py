@@ -46,7 +46,7 @@ class InCheckpoints:
             wrapper._before_file_access(loads)
 
     def _before_file_access(self, loads: bool) -> None:
-        """Called before the state is written to a file or, with `loads`, before or after it is read from one."""
+        """Called before the state is written to a file. With `loads`, called when it is read from a file."""
 
     def _own_children(self) -> dict[str, Any]:
         if not self.built:  # `build` creates some of the variables
