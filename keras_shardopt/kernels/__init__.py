@@ -1,1 +1,1 @@
-"""Updates in one pass over memory, on backends with such kernels."""
+"""Kernels that update variables in one pass over memory."""

@@ -1,1 +1,1 @@
-"""Fused kernels of PyTorch, and Keras' updates in pieces that stay in the CPU's cache."""
+"""Updates variables with PyTorch's fused kernels, or in pieces of arrays that fit into the CPU's cache."""

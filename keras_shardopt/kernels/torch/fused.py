@@ -81,7 +81,7 @@ def is_faster(optimizer: Optimizer, exactly: bool, variables: Sequence[Variable]
 
 
 class _FusedStep:
-    """Replaces an optimizer's step, and its weight decay if the kernel includes it."""
+    """Replaces an optimizer's step, and its weight decay if PyTorch's fused kernel includes weight decay."""
 
     def __init__(self, optimizer: Optimizer, exactly: bool) -> None:
         self._optimizer, self._exactly = optimizer, exactly
@@ -167,7 +167,7 @@ def _keras_reads_gradients(optimizer: Optimizer) -> bool:
 
 
 def _has_replaced_methods(optimizer: Optimizer) -> bool:
-    """Whether methods of this optimizer, other than those of `_FusedStep`, were replaced, and may read gradients."""
+    """Whether other code than `fused` has replaced a method of this optimizer. That method may read gradients."""
     kind: Any = type(optimizer)
     own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
     return not own <= {step_of(kind), _DECAY}

@@ -170,12 +170,12 @@ class Columns:
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
     def pieces(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield a tuple (weights, gradient, state) per variable. On a CPU, yield one per piece of a large variable."""
+        """Yield a tuple (weights, gradient, state) per variable, or on a CPU, several tuples for a large variable."""
         for group in self.groups():
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield lists of the weights, the gradients and the states, once or (if factors exist) per group of pieces."""
+        """Yield lists of weights, gradients and states: once for all, or if factors exist, once per group of pieces."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
