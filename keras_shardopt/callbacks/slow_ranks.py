@@ -59,7 +59,7 @@ class Slow(NamedTuple):
 
 
 def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return seconds as an array with a row per process and columns `PHASES` and `PROBES`. `rows` have no "sending"."""
+    """Return seconds as an array with a row per process and columns `PHASES` and `PROBES`. Computes "sending"."""
     table = np.insert(np.array(rows, "float64"), len(PHASES) - 1, 0.0, axis=1)
     waiting, sending = len(OWN), len(OWN) + 1
     table[:, sending] = table[:, waiting].min()
@@ -78,14 +78,14 @@ def seconds_per_step(table: np.ndarray) -> float:
 
 
 def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, remote: Sequence[int] = ()) -> Slow | None:
-    """Return the process that was slow in the same phase in each of these windows, or None.
+    """Return the process that was slow in the same phase in all windows (numbers of steps), or None.
 
     Args:
-        tables: the tables of successive windows.
-        threshold: a process is slow if it needs this part of a step, or of a forward pass, longer than the others.
-        is_hidden: whether to ignore the phases `HIDDEN`.
-        remote: the processes to compare by their messages: those on other machines than process 0. If there are none,
-            all except process 0.
+        tables: the results of `table_of` for successive windows.
+        threshold: a process is slow if its extra time exceeds this fraction of a step, or of a forward pass.
+        is_hidden: whether to ignore the phases in `HIDDEN`, because steps are compiled or run on a device.
+        remote: the processes on other machines than process 0. Only their messages to process 0 are compared. If empty,
+            the messages of all processes except process 0 are compared.
     """
     values = np.array(tables)
     if values.shape[1] == 1:
@@ -120,7 +120,7 @@ def _others(values: np.ndarray) -> np.ndarray:
 
 
 def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool, is_compared: bool = True) -> tuple[str, str]:
-    """Describe the shares of a mean step, and how processes differ, in one line each.
+    """Describe the share of each phase in a mean step, and how processes differ, in one line each.
 
     `is_compared` is false before enough windows for a comparison have ended.
     """

@@ -65,7 +65,7 @@ class StepReport(keras.callbacks.Callback):
         every: int >= 5 (default 100). Number of batches per window. Processes exchange their times once per window.
         to: path or None (default). A JSON-lines file for `plot_step_report`: process 0 appends a line per window.
         log_dir: path or None (default). A folder for TensorBoard scalars of process 0. Needs `tensorboardX`.
-        threshold: float > 0 (default 0.1). A process is slow if it needs this part of a step longer than the others.
+        threshold: float > 0 (default 0.1). A process is slow if its extra time in a phase exceeds this part of a step.
         windows: int >= 1 (default 3). The number of successive windows to compare.
         profile_step: int >= 1 or None (default). The batch of `fit`, counted from 1, that the framework's profiler
             records. Each process writes a trace to the folder `<to>.trace/rank-<number>`.
@@ -260,7 +260,7 @@ class StepReport(keras.callbacks.Callback):
         self._recorder.start()
 
     def _seconds_of_forward(self) -> float:
-        """Return the shortest time of three forward passes on this process only; 0 if there are none."""
+        """Return the shortest time of three forward passes on this process only; 0 if the model allows none."""
         if not self._inputs:
             return 0.0
         num_rows, *shape = self._inputs[0].shape
