@@ -273,7 +273,7 @@ _updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", defa
 
 @contextlib.contextmanager
 def updating_with(optimizer: Optimizer) -> Iterator[None]:
-    """In the block, declares that `optimizer` trains on the loss, even if `model.compile` has set another optimizer."""
+    """Declares that in the block `optimizer` trains on the loss, even if `model.compile` has set another optimizer."""
     token = _updating.set(optimizer)
     try:
         yield
@@ -305,7 +305,7 @@ class _OnMaster(keras.regularizers.Regularizer):
         if named is None:
             model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
             if model is None:
-                return True  # a custom training loop
+                return True  # no method of a model is running, so a custom training loop computes the loss
         used = optimizers_in_step(model) if named is None else [named]
         return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
 
