@@ -86,7 +86,7 @@ def _to_numpy(array: Any) -> Any:
 
 
 def first_rows(data: Any) -> Any:
-    """Returns the first 64 rows of arrays, which do not depend on shuffling. Returns None for other data."""
+    """Returns the first 64 rows of arrays, before any shuffling. Returns None for other data."""
     if not all(leaf is None or len(getattr(leaf, "shape", ())) for leaf in tree.flatten(data)):
         return None
     return rows_of(data, slice(64))
