@@ -92,10 +92,9 @@ _NUM_LETTERS = 120
 def gather_pickled(
     value: Any, gather: Callable[[np.ndarray], np.ndarray], gather_length: Callable[[int], list[int]] | None = None
 ) -> list[Any]:
-    """Gather picklable objects from all processes through a gather of equal-shaped arrays.
+    """Gather picklable objects from all processes with `gather`, a function that gathers equal-shaped arrays.
 
-    `gather_length` gathers the length of each process's data. Without `gather_length`, `gather` gathers the lengths
-    too.
+    `gather_length` gathers the number of bytes of each process's object. Without `gather_length`, `gather` does so.
     """
 
     def gathered() -> list[Any]:

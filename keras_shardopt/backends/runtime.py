@@ -108,7 +108,7 @@ class Runtime:
                 tensor.
 
         Returns:
-            The results of `function`: slices are concatenated, and different tensors are stacked.
+            The three results of `function`. Slices are concatenated, and tensors that differ are stacked.
         """
         del function, stacked, axes
         raise NotImplementedError("This Keras backend does not stack per-replica tensors.")

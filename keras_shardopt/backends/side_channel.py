@@ -52,7 +52,7 @@ class SideChannel:
     """Whether this replica still trains. False if it has ended training."""
 
     more: Sequence[bool] = ()
-    """Additional flags of the caller."""
+    """Further flags, whose meaning the caller of this class defines."""
 
     def flags_on_host(self) -> np.ndarray:
         """Return the flags on the host, as float32."""
@@ -97,7 +97,7 @@ class ReceivedFlags:
 
     @property
     def more(self) -> Sequence[float]:
-        """For each flag of the caller (see `SideChannel.more`), the number of replicas that have set it."""
+        """For each flag in `SideChannel.more`, the number of replicas that have set this flag."""
         return self.counts[len(self.own.present) + NUM_FLAGS :]
 
     def check_all_train(self) -> None:

@@ -37,7 +37,7 @@ def as_part(number: Any) -> Iterator[None]:
 
 
 def _draw_seed(seed: Any) -> Any:
-    """Replaces Keras' function of that name. Adds a multiple of the replica's id to the seed."""
+    """Replaces Keras' `draw_seed`. Adds a multiple of the replica's id, so replicas draw different numbers."""
     drawn = _draw_seed_in_keras(seed)
     number = _part.get()
     if number is None:

@@ -184,7 +184,7 @@ def job_store() -> Any:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Wait until all ranks have made this call, at most for the time limit of the group.
+    """Wait until all ranks have made this call, at most for the timeout of the group, or `seconds` without one.
 
     Raises:
         RuntimeError: if a rank does not arrive in time, or the rank that hosts the store has ended.
@@ -351,7 +351,7 @@ def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str |
     found: list[str] = []
 
     def read_notes() -> None:
-        # Read `_AWAY` only in a step of all ranks. If only some ranks train, idle ranks may announce other calls.
+        # Read the note `_AWAY` only in a step of all ranks: if only some train, idle ranks may announce other calls.
         is_joint = not announcement and (is_of_all or group.num_due)
         if is_joint and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")

@@ -152,7 +152,7 @@ def _step() -> Iterator[None]:
 
 
 def _draw_seed(seed: Any) -> Any:
-    """Replaces Keras' function of that name. In training steps, adds a multiple of the rank to the seed."""
+    """Replaces Keras' `draw_seed`. In training steps, adds a multiple of the rank, so ranks draw different numbers."""
     drawn = _draw_seed_in_keras(seed)
     number = _part.get()
     if number is None:
