@@ -1,4 +1,4 @@
-"""Optimizer state divided among the devices of one program, even if no dimension of a variable is divisible.
+"""Divides optimizer state among the devices of one program, even if no dimension is a multiple of their number.
 
 JAX divides an array only along a dimension that is a multiple of the number of devices. Other variables get a stand-in:
 a variable with the same elements, padded with zeros, and one row per device. The inner optimizer is built on the
@@ -150,7 +150,7 @@ class PaddedLayout(OneProgramShards):
 
 
 def needs_padding(variables: Sequence[Variable]) -> bool:
-    """Whether a device would hold clearly more than an equal share without padding."""
+    """Whether a device would hold clearly more than an equal share of the state without padding."""
     parts, num_devices = _layouts.shard_counts(variables)
     sizes = [size_of(v) * item_size(v) for v in variables]
     return sum(size / each for size, each in zip(sizes, parts)) * num_devices > _MAX_OVER_IDEAL * sum(sizes)

@@ -123,7 +123,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        """Update this replica's parts through `inner`, and send the new weights to all replicas."""
+        """Update this replica's parts of the variables with `inner`, and send the new weights to all replicas."""
 
     @abc.abstractmethod
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
@@ -135,23 +135,23 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the shape of this state in files, undivided. None if only another replica holds the state."""
+        """Return the undivided shape of a state variable; None if only another replica holds its values."""
 
     @abc.abstractmethod
     def stored(self, variable: Variable) -> np.ndarray:
-        """Return the undivided state. All replicas must call this together."""
+        """Return the undivided value of a state variable. All replicas must call this together."""
 
     @abc.abstractmethod
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
-        """Return the parts of this state that this process saves in a sharded checkpoint."""
+        """Return the parts of a state variable that this process saves in a sharded checkpoint."""
 
     @abc.abstractmethod
     def assign_stored(self, variable: Variable, array: Any) -> None:
-        """Assign this replica's part of an undivided array."""
+        """Assign this replica's part of an undivided array to a state variable."""
 
     @abc.abstractmethod
     def check_start(self, iterations: int) -> None:
-        """Check, on all replicas together, that all parts of the state are from the same update.
+        """Check, on all replicas together, that their parts of the state are from the same update.
 
         Raises:
             ValueError: on all replicas, if their numbers of updates differ, or if state depends on weights that differ.
@@ -159,7 +159,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
-        """Return the bytes of this state on each replica, as far as this replica can compute them."""
+        """Return the bytes of `state` on each replica, as far as this replica can compute them."""
 
 
 class OneProgramShards(Shards):

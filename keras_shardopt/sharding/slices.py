@@ -58,7 +58,7 @@ class Bucket:
 
     dtype: str
     pieces: list[list[Piece]]
-    """The pieces of each replica."""
+    """For each replica, its slices of the variables."""
 
     variables: list[int]
     """The positions of the variables."""
