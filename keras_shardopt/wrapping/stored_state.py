@@ -40,7 +40,7 @@ class DividedState(Protocol):
     """An optimizer's state, divided among replicas, with methods that save and load the state."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """Return the undivided shape of a state variable; None if only another replica has the variable."""
+        """Return the undivided shape of a state variable; None if only another replica holds its values."""
 
     def stored(self, variable: Variable) -> np.ndarray:
         """Return the undivided value of a state variable. All replicas must call this together."""
