@@ -140,7 +140,7 @@ class StepReport(keras.callbacks.Callback):
         is_known = len(self._inputs) == 1 and None not in self._inputs[0].shape[1:]
         is_stateful = any(getattr(layer, "stateful", False) for layer in layers_of(self._trained))
         if not is_known or self._inputs[0].dtype == "string" or is_stateful:
-            self._inputs = []  # no shape to compare with, or a state that a forward pass would change
+            self._inputs = []  # forward passes need a known shape, and would change the states of an RNN
         self._has_compiled_forward = False
         self._timed: Any = None
         self._num_steps = self._num_in_window = self._most = 0
@@ -247,7 +247,7 @@ class StepReport(keras.callbacks.Callback):
         table = slow_ranks.table_of(rows)
         self._of_epoch.append((table, num))
         self._most = max(self._most, num)
-        if num >= self._most // 2:  # not the short rest of an epoch
+        if num >= self._most // 2:  # ignore the short last window of an epoch
             self._tables = [*self._tables, (table, num)][-self.windows :]
         if self.slow is None and len(self._tables) == self.windows:
             remote = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
