@@ -1,4 +1,4 @@
-"""`shard_data`, and its choice of the function that splits a kind of data.
+"""Defines `shard_data`, and chooses the function that splits each kind of data.
 
 It finds frameworks in `sys.modules` and imports none. So a `DataLoader`, dataset or tensor works on any backend.
 """

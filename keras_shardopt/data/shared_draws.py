@@ -24,10 +24,10 @@ _num_calls = 0
 
 
 def count_call() -> None:
-    """Counts the end of a `fit`, `evaluate` or `predict` call on all processes.
+    """Counts that a `fit`, `evaluate` or `predict` call has ended on all processes.
 
-    Such a call in a callback may draw different random numbers on some processes. Afterwards, the outer `fit` therefore
-    takes the state of process 0 again.
+    If a callback of `fit` makes such a call, processes may draw different random numbers in it. So after the call, that
+    `fit` takes the random state of process 0 again.
     """
     global _num_calls
     _num_calls += 1

@@ -1,4 +1,4 @@
-"""This process's part of a `tf.data.Dataset`.
+"""Selects this process's part of a `tf.data.Dataset`.
 
 Private names of TensorFlow touched here (test_data.py checks that each exists):
     `Dataset._inputs`, `_seed`, `_seed2`, `_deterministic`, `_map_func` - how a `tf.data` pipeline orders its elements.

@@ -1,4 +1,4 @@
-"""This process's part of a `torch.utils.data.DataLoader`.
+"""Selects this process's part of a `torch.utils.data.DataLoader`.
 
 Private names of PyTorch touched here (test_data.py checks that each exists):
     `DataLoader._iterator` - persistent workers, which a copy of a loader must not share.

@@ -1,4 +1,4 @@
-"""Batches that every process loads whole. Process 0 uses the first rows, process 1 the next rows, and so on."""
+"""Divides batches that every process loads whole. Process 0 uses the first rows, process 1 the next rows, and so on."""
 
 from __future__ import annotations
 
