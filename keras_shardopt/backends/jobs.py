@@ -135,7 +135,7 @@ def _number(variable: str, default: int = 0) -> int:
 
 
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
-    """Return the machines of the tasks in this SLURM step, or only the first, and the number of tasks on this one."""
+    """Return the machine of each task in this SLURM step, or only of the first, and the task count of this machine."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     counts = _tasks_per_node()
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]

@@ -73,7 +73,7 @@ class Heartbeat(keras.callbacks.Callback):
         self._stacks = _STANDARD_ERROR
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes the first line, and sets the timer."""
+        """Writes the first line, and starts the timer that detects a hang."""
         self._end()  # end an earlier `fit` that raised an error
         self._rank = processes.process()[1]
         given = (self.directory, os.environ.get(jobs.HEARTBEATS))
@@ -88,17 +88,17 @@ class Heartbeat(keras.callbacks.Callback):
         self._beat("start")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the epoch."""
+        """Writes the number of the epoch that begins."""
         self._epoch, self._step = epoch + 1, 0
         self._beat("training")
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the step."""
+        """Writes the number of the step that begins."""
         self._step = batch + 1
         self._beat("training")
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shows that a validation makes progress."""
+        """Writes that a validation is running, and starts the timer again."""
         self._beat("validation")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -106,7 +106,7 @@ class ReplicaContext(Communicator):
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Return the sums over the replicas of one process, times `factor`. Adds pairs of tensors, then pairs of sums."""
+        """Return sums over the replicas of one process, times `factor`. Adds pairs of tensors, then pairs of sums."""
         note("all_reduce", tensors, self.num_replicas)
 
         def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> list[Tensor]:

@@ -50,7 +50,7 @@ def sum_of_squares(value: Tensor) -> Tensor:
 
 
 class _Buffers(threading.local):
-    """Reused memory for squares on a CPU, because allocation is slow there."""
+    """Memory for the squares of tensors on a CPU. It is reused, because allocation is slow there."""
 
     def __init__(self) -> None:
         self._by_dtype: dict[torch.dtype, Tensor] = {}

@@ -481,9 +481,9 @@ class Buckets:
         return self._source(min(places) + 1 if places else 0, last - int(first))
 
     def _source(self, mine: int, place: int) -> tuple[int, int, int]:
-        """Return 1, and the rank and position of the first non-finite gradient, for `Step.found_inf`.
+        """Return (1, rank, position) of the first non-finite gradient, for `Step.found_inf`.
 
-        `mine` is that position among this rank's gradients, and `place` among the sums, counted from 1. 0 means none.
+        `mine` is its position among this rank's gradients, and `place` among the sums, counted from 1. 0 means none.
         """
         first = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
         first[self._ranks.replica_id] = mine

@@ -280,7 +280,7 @@ EXCHANGE = "exchanges tensors"
 
 
 def can_promise_steps() -> bool:
-    """Return whether ranks can announce several steps at once: not with NCCL, because waiting ranks read no notes."""
+    """Return whether ranks can announce several steps at once. With NCCL, waiting ranks could not read error notes."""
     return _open is not None and _open.is_gloo
 
 

@@ -161,7 +161,7 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _keras_reads_gradients(optimizer: Optimizer) -> bool:
-    """Whether options such as `clipnorm` make Keras read gradients before `_FusedStep` scales the gradients."""
+    """Whether options such as `clipnorm` make Keras read gradients before the fused update scales them."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
 
