@@ -87,7 +87,7 @@ def started_by() -> Task | None:
     job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. The numbers of copies do not help, because
+    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. Do not compare the numbers of copies, because
     # `mpirun` inside a step of `srun` inherits variables of the step.
     if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")

@@ -48,7 +48,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
         parts = [math.prod(mesh[name] for name in names) for names in divided]
         dimensions = sorted({d for d in chosen if d is not None})
         if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
-            # Of layouts with equally many parts, prefer few dimensions for the added axes, undivided ones, first ones.
+            # Of layouts with equally many parts, prefer to add axes to few dimensions, to undivided or else early ones.
             already = sum(bool(axes[d]) for d in dimensions)
             found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
     return min(found)[-1]

@@ -325,7 +325,7 @@ MADE_HERE = "_keras_shardopt_made_here"
 
 
 def _make_cpu_devices(num_replicas: int | None) -> None:
-    # If `XLA_FLAGS` sets the number of CPU devices, keep that number, because JAX does not allow both settings.
+    # If `XLA_FLAGS` sets the number of CPU devices, keep that number, because JAX rejects a second setting.
     given = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     before = jax.config.jax_num_cpu_devices
     wanted = before if given or num_replicas is None else num_replicas
