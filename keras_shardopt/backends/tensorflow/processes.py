@@ -185,7 +185,7 @@ _KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
 def _make_trainer_raise(strategy: tf.distribute.Strategy) -> None:
-    """Make Keras' own trainer raise an error with advice instead of an unclear error."""
+    """Make Keras' own trainer, which fails with this strategy, raise an error with advice."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
         return
     # Replace `strategy.reduce`, because Keras' trainer fails there: this strategy cannot reduce the trainer's
@@ -226,7 +226,7 @@ def _name(device: str) -> str:
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
-    """Return the first replica of this process, and the number of its replicas."""
+    """Return the id of this process's first replica, and the number of replicas of this process."""
     world = _world_of(strategy)
     return world.replica_id, world.num_replicas // world.num_processes
 

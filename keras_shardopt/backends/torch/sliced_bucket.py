@@ -26,7 +26,7 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """For each bucket, the positions of its variables and the slices of each rank. Also the shapes of own slices."""
+    """For each bucket, the positions of its variables and the slices of each rank. Also this rank's slice shapes."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]

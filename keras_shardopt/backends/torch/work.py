@@ -25,7 +25,7 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def count(function: Callable[[], Any]) -> tuple[float, int]:
-    """Return the FLOPs and the number of operations of a call. A byte moved counts as `_FLOPS_PER_BYTE`."""
+    """Return the FLOPs and the number of operations of a call. A moved byte counts as `_FLOPS_PER_BYTE` FLOPs."""
     with _Counter() as counter:
         function()
     return counter.work, counter.operations
