@@ -71,7 +71,7 @@ class Bucket:
 
 
 class FlatShards(Shards):
-    """Slices of flattened variables, for replicas that are processes.
+    """Divides flattened variables into slices, for replicas that are processes.
 
     Raises:
         ValueError: if the state of a wrapped optimizer can be divided neither by element nor by variable.
