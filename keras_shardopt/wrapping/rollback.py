@@ -373,7 +373,7 @@ class _SavedValues(threading.local):  # because TensorFlow's replicas are thread
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
     def entry(self, variable: Variable, value: Tensor) -> _SavedValue:
-        """Return an entry that is deleted together with the variable."""
+        """Return an entry with the value. The entry is deleted together with the variable."""
         key, values = id(variable), self.values
         return _SavedValue(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 

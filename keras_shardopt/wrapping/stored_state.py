@@ -330,13 +330,13 @@ class WrapperState(KerasSaveable):
         return []  # the saver stores no members
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the variables."""
+        """Write the wrappers' variables to `store`."""
         # Write nothing before `build`, because some variables do not exist, and the rest have their initial values.
         for i, variable in enumerate(self.variables if self._optimizer.built else []):
             store[str(i)] = stored_value(self._optimizer, variable, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read the variables. A file of the inner optimizer without wrappers has none, and changes nothing."""
+        """Read the wrappers' variables. A file of an optimizer without wrappers has none, and changes nothing."""
         optimizer = self._optimizer
         keys = list(store.keys())
         if keys and not optimizer.built:

@@ -63,7 +63,7 @@ class InCheckpoints:
         return owner._deferred_dependencies
 
     def _restore_deferred(self) -> None:
-        """Assign values from a checkpoint that was restored before these variables existed."""
+        """Assign values from a checkpoint that was restored before the optimizer's variables existed."""
         restore: Any = getattr(self, "_handle_deferred_dependencies", None)
         for name, child in {} if restore is None else self._own_children().items():
             restore(name=name, trackable=child)
