@@ -68,7 +68,7 @@ _STEPS = {"_parallel_update_step", "_backend_update_step", "update_step", "_appl
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether this is one of Keras' element-wise optimizers, without replaced methods."""
+    """Whether `optimizer` is one of Keras' element-wise optimizers, without replaced methods."""
     return type(optimizer) in _SLOTS and optimizer.__dict__.keys().isdisjoint(_STEPS)
 
 
@@ -287,7 +287,7 @@ def _update_piece(
 
 
 class _Value:
-    """Replaces a variable, because `_parallel_update_step` reads only its `value`."""
+    """Replaces a variable in a call of `_parallel_update_step`, which reads only its `value`."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
