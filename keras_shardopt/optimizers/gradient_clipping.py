@@ -84,7 +84,7 @@ class GradientClipping(OptimizerWrapper):
         self.clip_gradients = clip_gradients
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Clips all gradients by their common norm."""
+        """Clips all gradients by their global norm."""
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
         norm = global_norm([grads[i] for i in clipped])

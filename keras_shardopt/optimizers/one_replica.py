@@ -12,7 +12,7 @@ from keras_shardopt.wrapping.chain import Wrapping
 
 
 class OneReplicaShortcut:
-    """A mixin for `CrossShard`: one replica calls the inner optimizer directly if no option prevents that."""
+    """A mixin for `CrossShard`: with one replica, calls the inner optimizer directly unless an option prevents that."""
 
     _is_idle = False
     """Whether a single replica can call the inner optimizer directly. Set by `build`."""
