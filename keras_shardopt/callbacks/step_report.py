@@ -156,7 +156,7 @@ class StepReport(keras.callbacks.Callback):
         self._recorder.start()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends a window after `every` batches."""
+        """Ends a window of measured steps after `every` batches."""
         if not self._recorder.is_active():
             raise ValueError(
                 "`fit` accepts only one `StepReport`. Received: two in `callbacks`. Remove one `StepReport`."

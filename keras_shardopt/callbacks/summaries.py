@@ -208,7 +208,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
 
 def _by_prefix(model: Any) -> dict[str, Any]:
-    """Returns the optimizers of the training step; keys: the prefixes of their tags ("" for a single optimizer)."""
+    """Returns the optimizers of the training step, keyed by the prefix of their tags ("" for a single optimizer)."""
     held = optimizers_in_step(model)
     if len(held) == 1:
         return {"": held[0]}
