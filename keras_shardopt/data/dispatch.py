@@ -188,7 +188,7 @@ def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
 
 
 def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:
-    """Returns the function that splits this kind of data, or None for arrays."""
+    """Returns the function that splits data such as `x` among processes, or None for arrays."""
     if isinstance(x, keras.utils.PyDataset):
         return PartOfPyDataset
     torch_data, tensorflow = sys.modules.get("torch.utils.data"), sys.modules.get("tensorflow")

@@ -14,7 +14,7 @@ from keras_shardopt.data.part import Part
 
 
 def part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: Part) -> Any:
-    """Returns a dataset of every `num_parts`-th element. Each process computes all elements, but keeps only these."""
+    """Returns a dataset of this process's elements. Each process computes all elements, but keeps only its own."""
     del seed
     if shuffle:
         raise ValueError(

@@ -20,7 +20,7 @@ _FINGERPRINT_ELEMENTS = 2**7
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the number of rows of each part. If rows do not divide evenly, the first parts have one row more."""
+    """Returns the number of rows of each part of a batch. If some rows remain, the first parts have one row more."""
     rows, rest = divmod(num_rows, num_parts)
     return [rows + 1] * rest + [rows] * (num_parts - rest)
 
