@@ -63,7 +63,7 @@ class _OneReplicaBlock:
         """Do nothing when a model is constructed: one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
-        """Call `prepare` if an option of the optimizer needs it. Otherwise, PyTorch runs one step per execution."""
+        """Call `prepare` if an option of the optimizer needs it. Otherwise, on PyTorch, set `steps_per_execution=1`."""
         if _needs_prepared(model):
             prepare_for(model)
         elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
@@ -153,7 +153,7 @@ def _separate_training(model: Any) -> str:
 
 
 def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `Model.fit` that calls `prepare` if needed, or raises if processes train separately."""
+    """Return a replacement of `Model.fit` that calls `prepare` if needed, or raises if ranks would train separately."""
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:

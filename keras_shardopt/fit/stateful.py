@@ -66,7 +66,7 @@ def rows_of_states(layer: Any) -> int:
 def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
     """Return an error message: the rows of a batch do not match the states of a layer.
 
-    `received` describes those rows, and `rows` the rows that `batch_shape` must have.
+    `received` describes the batch. `rows` completes the advice "Give `batch_shape` the number of rows ...".
     """
     return (
         "A stateful layer has one state per row of a batch, so all batches, and all replicas, must have the same "

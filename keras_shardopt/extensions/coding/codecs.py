@@ -120,7 +120,7 @@ class CodedInTwoLegs(Compression):
     block: int = 1
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Encode a float32 vector of a multiple of `block` elements. The ints of `key` seed stochastic rounding."""
+        """Encode a float32 vector. Its length is a multiple of `block`. The ints in `key` seed stochastic rounding."""
         raise NotImplementedError
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:

@@ -138,7 +138,7 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """One reduction of encoded gradients. `kept` stores compression errors (residuals) for the next reduction."""
+    """One reduction of encoded gradients. `kept` is the `CodedTransport` that stores compression errors."""
 
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)

@@ -81,8 +81,8 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        Five values for the whole batch: a tuple (gradients, `found_inf` and `notes` of `Step`); the loss; the
-        predictions; the new values of non-trainable variables; and the new values of metric variables.
+        Five values for the whole batch: a tuple (`Step.grads`, `found_inf`: which is non-finite, and `notes`); the
+        loss; the predictions; and the new values of non-trainable variables and of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
@@ -185,7 +185,7 @@ class _Parts:
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Keras's trackers of mean losses count rows. Each part, even an empty one, counts an equal share of the rows.
+        # Metrics of mean losses count an equal share of the rows for each part of the batch, even without rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -194,7 +194,7 @@ class _Parts:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """In the block, losses are computed for this part, but divide by the number of rows of the whole batch."""
+        """In the block, losses are computed for one part of a batch, but divide by the row count of the whole batch."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:

@@ -75,7 +75,7 @@ def parts_of_replica(num_parts: int, replicas: Communicator) -> range:
 
 
 def parts_of_each(num_parts: int, num_replicas: int) -> int:
-    """Return the number of parts per replica and batch.
+    """Return the number of parts of each batch that one replica computes.
 
     Raises:
         ValueError: if `num_parts` is not a multiple of `num_replicas`.
@@ -117,11 +117,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree. A replica's tensors are sums over its parts.
+    """A communicator that sums tensors over replicas in a binary tree. They are sums over a replica's parts of a batch.
 
     Args:
         replicas: the replicas.
-        num_parts: the number of parts on all replicas together. Means divide by this number.
+        num_parts: the number of parts of a batch, on all replicas together. Means divide by this number.
     """
 
     def __init__(self, replicas: Communicator, num_parts: int) -> None:

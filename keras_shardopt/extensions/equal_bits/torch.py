@@ -90,7 +90,7 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Yield the logs of `step` on each of this rank's parts. If needed, first sum the divisors of losses over parts."""
+    """Yield the logs of `step` on each of this rank's parts of a batch. If needed, first sum divisors of losses."""
 
     def count() -> list[Any]:
         counts = Subtrees()
@@ -129,7 +129,7 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Run a step without gradients and only up to its loss, because the loss records its divisor for this part."""
+    """Run a step without gradients up to its loss, because the loss records its divisor, such as a sum of weights."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
@@ -173,7 +173,7 @@ class PartsStep(TrainStep):
 
     @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Run the step on each of this rank's parts. If this rank runs alone, run the step once on all rows."""
+        """Run the step on each of this rank's parts of the batch, or once on all rows if this rank runs alone."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)
@@ -181,7 +181,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """After the first loss, call `on_loss`, if set. In a step that only computes divisors of losses, stop here."""
+        """After a loss, call the stored function, if any. Stop the step if it only computes divisors of losses."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None
@@ -196,12 +196,12 @@ def _is_skipped(reducer: Any, updates: int | None) -> bool:
 
 
 def _copied(data: Any) -> Any:
-    """Copy the rows of a part, because kernels can sum in another order if memory is not aligned."""
+    """Copy the rows of a part of the batch, because kernels can sum in another order if memory is not aligned."""
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 class _State:
-    """The variables that steps on parts change: metrics, moving statistics, seeds, and weights that layers change.
+    """The variables that steps on parts of a batch change: metrics, moving statistics, seeds, and some weights.
 
     Args:
         model: the model.
@@ -224,8 +224,8 @@ class _State:
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # Keras's trackers of mean losses count rows. Each part, even if empty, counts an equal share of the rows. So
-        # these metrics are summed over all parts, but other metrics only over parts with rows.
+        # Metrics of mean losses count an equal share of the rows for each part of the batch, even one without rows. So
+        # sum these metrics over all parts, but other metrics only over parts with rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -234,7 +234,7 @@ class _State:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Reset variables to their values before the batch, and sums of metrics to 0. Called before each part."""
+        """Reset variables to their values before the batch, and sums of metrics to 0. Called before each part of it."""
         size = len(self._sums)
         for variable, start in zip(self.changed_weights, self._weights):
             variable.value.copy_(start)
@@ -264,7 +264,7 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add a part's metrics and changes to the sums. A part without rows (not `counts`) adds only mean losses."""
+        """Add metrics and changes of one part of a batch to sums; without rows (not `counts`), only mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]
@@ -274,11 +274,11 @@ class _State:
 
     @torch.no_grad()
     def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
-        """Set the variables to their values after the whole batch: add the changes in all parts on all ranks.
+        """Set metrics and moving statistics to their values after the batch: combine its parts from all ranks.
 
         Args:
             tree: sums tensors over ranks.
-            num_counting: the number of parts that have rows, on all ranks.
+            num_counting: the number of parts of the batch that have rows, on all ranks.
             is_skipped: whether the update was skipped and moving statistics were restored.
         """
         changes: Any = self._changes.take()
@@ -300,7 +300,7 @@ class _Logs:
 
     @torch.no_grad()
     def add(self, logs: Any, num_rows: int) -> None:
-        """Add the logs of the next part, weighted by its rows."""
+        """Add the logs of the next part of the batch, weighted by its rows."""
         self._last = logs
         scalars = {name: value for name, value in logs.items() if _is_number(value)} if isinstance(logs, dict) else {}
         self._names = list(scalars)

@@ -41,12 +41,15 @@ class NoiseAverages:
             self._window = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="noise_of_window")
 
     def add_micro_batch(self, square: Tensor | float, starts: Any) -> None:
-        """Add the squared norm and row count of a micro-batch to two sums. If `starts` is true, begin new sums."""
+        """Add a micro-batch's squared gradient norm (`square`) and row count to sums; begin new sums if `starts`."""
         now = ops.stack([ops.cast(square, "float32"), _num_rows()])
         self._window.assign(ops.where(starts, now, ops.convert_to_tensor(self._window) + now))
 
     def mean_of_parts(self, square: Callable[[], Tensor], num_replicas: int) -> tuple[Tensor, Tensor]:
-        """Return the mean squared norm over this replica's parts, and the number of rows per part (0 if unknown)."""
+        """Return the squared norm of this replica's gradient, and the number of its rows (0 if unknown).
+
+        On a single replica, both are means over its micro-batches. Otherwise, `square` computes the squared norm.
+        """
         window: Any = None if self._window is None else ops.convert_to_tensor(self._window)
         has_parts = num_replicas == 1 and window is not None
         self._num_parts = self._num_micro_batches if has_parts else num_replicas
@@ -59,7 +62,7 @@ class NoiseAverages:
         """Update the moving averages with the norms of one update.
 
         Args:
-            measured: three means: squared norm of a part's gradient; unevenness of rows (> 0: skip); rows per part.
+            measured: means over replicas: squared norm of a gradient; unevenness of rows (> 0: skip); rows per gradient.
             mean_square: the squared norm of the mean gradient.
         """
         (mean, uneven, rows), parts = measured, self._num_parts

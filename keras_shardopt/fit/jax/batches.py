@@ -91,7 +91,7 @@ class PaddedBatch:
         self._num_rows = num_rows
 
     def rows(self) -> Any:
-        """Return the batch without padding. XLA itself can divide any number of rows among devices."""
+        """Return the batch without padding rows. XLA can divide any number of rows among devices in a step."""
         return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
 
     def tree_flatten(self) -> tuple[tuple[Any], int]:
@@ -164,7 +164,7 @@ def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: 
 
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
-    """Put all rows on every device, for a step that cannot divide the batch. Devices then all compute the same."""
+    """Put all rows on every device, for a step that cannot divide the batch. All devices then compute the same."""
     return _laid_out(data, distribution, PartitionSpec())
 
 
@@ -270,7 +270,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError unless all processes have all data or a part. Warn of equal parts unless `is_meant`."""
+        """Raise ValueError if only some processes have all rows. Warn if all have equal rows, unless `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -345,7 +345,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             yield batch
 
     def parts(self) -> Iterator[Any]:
-        """Yield batches that every process loads whole, divided among devices. If batches differ, raise ValueError."""
+        """Yield batches that each process loads whole, divided among devices. Raise if batches of processes differ."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
         for step in itertools.count():

@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
 
     grads: Any
-    """The reduced gradients with flags for non-finite values; with gradient accumulation, each replica's gradients."""
+    """With gradient accumulation, each replica's gradients; otherwise their sum or mean, and which are non-finite."""
 
     loss: Any
     y_pred: Any
@@ -68,7 +68,7 @@ class TrainStep:
         """Called before the steps of an epoch. Does nothing unless an extension overrides it."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which Keras compiles the steps."""
+        """Return a context in which Keras compiles the steps. An extension can set options of the compiler in it."""
         return contextlib.nullcontext()
 
     def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -136,10 +136,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        A tuple: the reduced gradients with flags for non-finite values (if `stacks`, the gradients of all replicas
-        along a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and the
-        non-trainable variables. Moving statistics are means over replicas, because each replica normalizes with its own
-        rows.
+        A tuple: sums or means of gradients, and which are non-finite (if `stacks`, the gradients of all replicas along
+        a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and non-trainable
+        variables. Moving statistics are means over replicas, because each replica normalizes with its own rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)

@@ -23,8 +23,7 @@ _SPECS: dict[str, Any] = {}
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
     """Return the specs of the tensors of a batch, or of a dataset's `element_spec`.
 
-    The number of rows in the specs is None (unknown). With `num_parts`, it is the row count of the first of so many
-    parts.
+    Row counts in the specs are None (unknown); with `num_parts`, that of the first of so many parts of the batch.
     """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
@@ -102,7 +101,7 @@ def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
-    """Pack the batches of this process's replicas. Return these, and the key under which `spec` is stored."""
+    """Pack the batches of this process's replicas. Return the packed batches and the key of `spec` in a cache."""
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
     first, _ = local_replicas(strategy)

@@ -136,7 +136,7 @@ class _NoSharding:
 
 
 class WorkersIterator(tensorflow_trainer.TFEpochIterator):
-    """Yields batches until all workers have none left. A worker without a batch takes part with zero rows."""
+    """Yields batches until all workers have none left. A worker that ends earlier yields batches without rows."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError unless all workers have all data or a part. Warn of equal parts unless `is_meant`."""
+        """Raise ValueError if only some workers have all rows. Warn if all have equal rows, unless `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -216,7 +216,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         return self._whole_batches(batches) if self._is_whole else self._separate_batches(batches)
 
     def _separate_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches of this worker's part of the data until all workers have none left."""
+        """Yield this worker's batches, then batches without rows until no worker has a batch left."""
         while True:
             batch = next(batches, None)
             if not any(announce(_NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):

@@ -60,8 +60,8 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # Keras moves arrays to its device. To compare elements of each batch without a copy back, keep the batches on
-        # the host, and move only this rank's rows.
+        # Keras moves whole batches of arrays to its device, but ranks compare some values of each batch on the host. So
+        # keep batches on the host, and move only this rank's rows.
         on_device = keras.ops.zeros(()).device.type != "cpu"
         self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)
 

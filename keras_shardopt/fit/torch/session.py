@@ -95,7 +95,7 @@ class Session:
         """Whether the running `fit` splits off validation data from data already divided among ranks."""
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
-        """A function that waits for all ranks' row counts and flags for the next batch, or None."""
+        """A function that waits for all ranks' messages about the next batch, such as its row counts; or None."""
         self._is_part = False
         """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
         self._step = 0
@@ -143,7 +143,7 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Average weights that differ between ranks (with `LocalSGD`), unless `together` is None."""
+        """Average weights that differ between ranks (`LocalSGD`), unless this rank runs alone (`together` is None)."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
@@ -190,7 +190,7 @@ class Session:
         self.has_started = self._begins_epoch = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
-        """Return the paths of variables that differ between ranks, and a phrase if the tensors `others` differ."""
+        """Return the paths of variables that differ between ranks, and a text if any tensors in `others` differ."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
         messages = announce("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
@@ -218,7 +218,7 @@ class Session:
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
-        """Send ints to all ranks, and return the ints of each rank. Raise ValueError if ranks pass different phases."""
+        """Send the ints `message` to all ranks. Return the ints of each rank. Raise ValueError if phases differ."""
         assert self.ranks is not None
         return announce(phase.value, *map(int, message))
 
@@ -309,7 +309,7 @@ class Session:
         """Whether a step can begin before the other ranks' row counts arrive: its forward pass does not communicate."""
         if self._waits is None:
             # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
-            # step must not contain `confirm`. For these, `confirm` runs before the step.
+            # step must not contain `confirm`. Before such steps, wait: `confirm` then runs before the step.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -472,7 +472,7 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""An upper limit for the number of batches without communication. Smaller numbers fit in 5 bits."""
+"""The number of batches without communication must be smaller, so it fits in 5 bits of a message."""
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""

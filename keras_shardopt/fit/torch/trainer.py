@@ -72,7 +72,7 @@ class PreparedOnTorch(PreparedModel):
             return _run(session, session, Phase.TEST_BATCH, super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict this rank's rows of every batch and gather. With `auto_shard` or `gather` False, predict alone."""
+        """Predict all rows on all ranks together, or on this rank only if `auto_shard` or `gather` is False."""
         session, sharing = session_of(self), sharing_of(self)
         together = session if sharing.gather and sharing.auto_shard else None
         session.look(together)

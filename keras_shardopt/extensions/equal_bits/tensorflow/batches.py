@@ -93,7 +93,7 @@ def rows_of(data: Any) -> Rows:
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
-    """Return the index of a part's first row. If rows do not divide evenly, the first parts have one more."""
+    """Return the first row of a part of a batch. If rows do not divide evenly, the first parts have one more."""
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 

@@ -203,14 +203,14 @@ class _Work:
         self._returned: list[str] = []
 
     def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return a tuple for each part of this replica: index, first row in `data.batch`, number of rows."""
+        """Return (index, first row in `data.batch`, number of rows) for each of this replica's parts of the batch."""
         each = parts_of_each(self._num_parts, replicas.num_replicas)
         parts = [tf.convert_to_tensor(replicas.replica_id * each + i) for i in range(each + 1)]
         starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function that computes gradients and variable changes of one part. Losses divide by `counted`."""
+        """Return a function that computes gradients and changes for one part of a batch. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
@@ -223,7 +223,7 @@ class _Work:
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Keras's trackers of mean losses count rows. Each part, even if empty, counts an equal share of the rows.
+            # Metrics of mean losses count an equal share of the rows for each part of the batch, even without rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -234,7 +234,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes one part's share of the divisors of losses, such as the sum of a mask."""
+        """Return a function that computes the divisors of losses, such as the sum of a mask, for part of a batch."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -246,7 +246,7 @@ class _Work:
 
     @contextlib.contextmanager
     def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
-        """In the block, run one part: set initial values of variables, random numbers, and the divisors of losses.
+        """In the block, run one part of a batch: set variables, random numbers, and the divisors of losses.
 
         Yields:
             The scope that records assignments; the values at the start, by `id` of the variable; the rows of the part.
@@ -305,12 +305,12 @@ class _Work:
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
-        """Set the variables to their values after the whole batch: combine the parts of all replicas. Return the logs.
+        """Set metrics and layers' variables to their values after the batch, from its parts. Return the logs.
 
         Args:
             tree: sums tensors over replicas.
-            changes: the changes of variables, summed over this replica's parts.
-            same: the values of variables that are not floats, such as seeds, after this replica's last part.
+            changes: the changes of variables, summed over this replica's parts of the batch.
+            same: the values of variables that are not floats, such as seeds, after the last of these parts.
         """
         size = len(self._sums)
         sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
