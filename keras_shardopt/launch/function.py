@@ -90,7 +90,7 @@ def launch_processes(
 
 
 class _RemoteTraceback(Exception):
-    """The cause of an error from another process: shows the traceback there."""
+    """The cause of an error that another process raised. It shows the traceback of that process."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

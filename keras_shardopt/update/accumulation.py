@@ -313,7 +313,7 @@ class Accumulation(Stage):
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int | None) -> None:
-    """Raise ValueError if both `CrossShard` and an innermost optimizer accumulate gradients."""
+    """Raise ValueError if both `CrossShard` and one of the optimizers `leaves` inside it accumulate gradients."""
     for leaf in leaves:
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
         if num_steps and theirs:

@@ -135,7 +135,7 @@ def _processes(ids: Sequence[int]) -> str:
 
 
 def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -> None:
-    """Add the class and arguments of an optimizer, and of the optimizers that it wraps."""
+    """Add the class and arguments of an optimizer, and of the optimizers inside it, to `found`."""
     number = sum(entry.startswith("class of optimizer ") for entry in found)
     kind = type(optimizer)
     found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
@@ -231,7 +231,7 @@ _MAX_CHARACTERS = 120
 def _as_text(value: Any, paths: dict[str, str]) -> str:
     if isinstance(value, dict):
         if value.get("class_name") == "__lambda__":
-            return "a lambda"  # its config contains the name of its file, and that may differ
+            return "a lambda"  # omit its config, because this contains a file name that may differ between processes
         if isinstance(value.get("class_name"), str) and "config" in value:
             return f"{value['class_name']}({_as_text(value['config'], paths)})"
         # Sorted, because a dict built from a set has a different order on each process.

@@ -30,7 +30,7 @@ class FusedUpdate(Stage):
         return [] if _kernels is None else [cls(context)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Find the innermost optimizers, because only these have an update rule."""
+        """Find the optimizers that wrap no other optimizer, because only these have an update rule."""
         # Fused kernels round the last elements of an array differently. With `shard_state`, arrays are slices, and the
         # number of replicas decides where they end. If results must not depend on this number, reproduce Keras'
         # arithmetic.
@@ -39,7 +39,7 @@ class FusedUpdate(Stage):
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Use kernels for an optimizer inside another wrapper, because they also multiply by the wrapper's factor.
+            # Use kernels for an optimizer inside an inner wrapper, because they also multiply by the wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 
@@ -58,7 +58,7 @@ class FusedUpdate(Stage):
 
 
 def _leaves(optimizer: Optimizer, exactly: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield each innermost optimizer, and whether its results must equal Keras' bitwise (also for `fused=False`)."""
+    """Yield each optimizer that wraps no other, and whether its results must be bitwise identical to Keras'."""
     exactly = exactly or (isinstance(optimizer, HasOptions) and optimizer._options.speed.fused is False)
     inside = children(optimizer)
     if not inside:

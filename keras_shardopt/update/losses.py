@@ -104,7 +104,7 @@ def _loss_of_whole_batch(
     r"""Return this replica's share of the loss of the whole batch: its sum, divided by the count of all replicas.
 
     Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this replica,
-    $\Sigma$ over all. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
+    $\Sigma$ over all. The result is $F \sum v w m / d$. $F$ (`_factor`) turns a later mean into a sum, and $d$ is
 
     - 1 for "sum",
     - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the
@@ -168,7 +168,7 @@ def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
 
 
 def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
-    """Return the number of values on all replicas, if each row has equally many."""
+    """Return the number of values on all replicas: the values per row here, times the rows on all replicas."""
     if isinstance(part.rows_here, int):
         return part.global_batch_size * math.prod(values.shape[1:])
     return ops.cast(part.global_batch_size, dtype) * (_size(values, part, dtype) / ops.cast(part.rows_here, dtype))
@@ -221,9 +221,9 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """Return one of `model.losses`, combined over replicas by `aggregate` and weighted by each replica's rows.
+    """Return `loss` (one of `model.losses`), summed to a scalar by `aggregate` and weighted by this replica's rows.
 
-    The result is the loss of the whole batch if the loss is a penalty on weights or a mean over rows.
+    If `loss` is a penalty on weights or a mean over rows, the mean over replicas is that of the whole batch.
     """
     part = current_share()
     if part is None:
@@ -246,7 +246,7 @@ def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Ten
 
 
 def _has_padding(part: BatchShare) -> bool:
-    """Whether layers process padding rows together with rows of the batch."""
+    """Whether layers on this replica process padding rows together with rows of the batch."""
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 

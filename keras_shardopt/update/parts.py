@@ -52,7 +52,7 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sums over all parts, from `counted` or `others`. Raise NotCountedError if neither has the sums."""
+        """Return the sums over all parts of the batch, from `counted` or `others`. Raise an error without these."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):
@@ -66,7 +66,7 @@ class PartOfBatch(Communicator):
 
 
 class NotCountedError(ValueError):
-    """Raised if a loss or layer reduces over all parts, but the sum was not counted before."""
+    """Raised if a loss or layer needs a sum over all parts of a batch, but no earlier run has computed this sum."""
 
 
 class CountingPart(PartOfBatch):
@@ -75,7 +75,7 @@ class CountingPart(PartOfBatch):
     def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
         super().__init__(replica_id, num_replicas, is_first, is_last)
         self.counts: list[Tensor] = []
-        """The tensors of this part that losses sum over parts, in the order of the calls."""
+        """The tensors of this part of the batch that losses sum over all parts, in the order of the calls."""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Record the tensors, and return them unchanged."""

@@ -34,7 +34,7 @@ class Reducer(Protocol):
     """Encodes and sends gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Called with each loss before its backward pass, to send gradients during that pass. See `Step.row_share`."""
+        """Called with each loss before its backward pass, so gradients can be sent during that pass."""
 
     @property
     def has_finished(self) -> bool:
@@ -186,7 +186,7 @@ class Pipeline:
         return _resumed.get() if self._num_resumed else _NO_STEP
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the entries of `values` for the variables in `carried`. `values` are those of `variables`."""
+        """Return the values of the variables in `carried`. `values` has the values of `variables`, a larger list."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

@@ -112,7 +112,7 @@ class AllReduce:
     def finish(self, comm: Communicator) -> None:
         """Send zeros and the flag that this replica has ended training, so other replicas do not wait for it."""
         members, variables = self.members(comm), self._context.trainable
-        # Variables with `overwrite_with_gradient` (float8) need a second collective, and this function runs only one.
+        # Send nothing if float8 variables (`overwrite_with_gradient`) would need a second collective.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
@@ -184,7 +184,7 @@ class ReduceScatter(AllReduce):
 
 
 class Overlapped:
-    """Sends gradients during the backward pass on PyTorch. Otherwise, `at_the_end` sends gradients afterwards."""
+    """Sends gradients during the backward pass on PyTorch. If that is impossible, `at_the_end` sends them later."""
 
     def __init__(
         self,
@@ -296,5 +296,5 @@ def reducer_of(
 
 
 def whole_reducer_of(reducer: Any) -> Any:
-    """Return the part of `reducer` that sends after the backward pass, so stages can first process gradients."""
+    """Return the reducer that sends after the backward pass: `reducer`, or the one inside an `Overlapped`."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

@@ -152,7 +152,7 @@ class Stage:
         proceed(step)
 
     def reset(self) -> None:
-        """Discard unfinished work, because state was loaded or training resumes from another point."""
+        """Discard values of an unfinished update, because state was loaded or training resumes from another point."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, for files.

@@ -254,7 +254,7 @@ def _numbers_in(folder: str) -> tuple[int, int]:
 
 
 def _time_of(folder: str) -> float:
-    with contextlib.suppress(FileNotFoundError):  # a job renames or deletes a file now
+    with contextlib.suppress(FileNotFoundError):  # meanwhile, a job can rename or delete a file
         return max([os.stat(folder).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(folder))])
     return math.inf
 

@@ -37,8 +37,8 @@ _Read = Callable[[], Gradients]
 class Observer:
     """Measures values in an update, and stores them in variables.
 
-    The variables belong to the innermost wrapper that is observed. Compiled steps and branches can assign only
-    variables of the optimizer.
+    The variables are part of the optimizer's state, because compiled steps and branches can assign only variables of
+    the optimizer.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:

@@ -97,7 +97,7 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
 def _sharing_memory() -> Iterator[None]:
     """In this block, CPU devices share one buffer for the initial value of a variable, to save memory.
 
-    For this, the value becomes a NumPy array. JAX would copy an array on one device to each other device.
+    For this, the value becomes a NumPy array, because JAX copies an array of one device to every other device.
     """
     put, initialize = jax.device_put, Variable._initialize_with_initializer
 

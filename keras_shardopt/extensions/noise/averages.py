@@ -62,7 +62,7 @@ class NoiseAverages:
         """Update the moving averages with the norms of one update.
 
         Args:
-            measured: means over replicas: squared norm of a gradient; unevenness of rows (> 0: skip); rows per gradient.
+            measured: means over replicas: squared norm of a gradient, unevenness of rows (> 0: skip), number of rows.
             mean_square: the squared norm of the mean gradient.
         """
         (mean, uneven, rows), parts = measured, self._num_parts
