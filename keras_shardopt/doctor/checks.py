@@ -80,7 +80,7 @@ def _each(ranks: Ranks, check: Callable[[Facts], Iterable[Finding]]) -> Iterator
 
 
 def _difference(ranks: Ranks, fact: str, level: str, remedy: str) -> Iterator[Finding]:
-    """Compare a fact that is a dict. Yield a finding for each key with different values, or one OK finding."""
+    """Compare a fact (a dict) of all processes. Yield a finding per key with different values, or one OK finding."""
     entries = list(dict.fromkeys(entry for rank in ranks for entry in rank[fact]))
     differing = [entry for entry in entries if len(_groups(ranks, lambda rank: rank[fact].get(entry))) > 1]  # noqa: B023
     for entry in differing:

@@ -120,7 +120,7 @@ def _keras() -> dict[str, str]:
 def _environment() -> dict[str, str]:
     shown = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     return {
-        name: re.sub("//[^/@]*@", "//...@", value)  # user and password of a proxy
+        name: re.sub("//[^/@]*@", "//...@", value)  # hides user and password of a proxy
         for name, value in shown.items()
         if not re.search("KEY|PASSW|SECRET|TOKEN|CREDENTIAL|_URL", name)
     }

@@ -14,7 +14,7 @@ from keras_shardopt.launch.job import Job
 
 
 class Watch:
-    """The last steps of this machine's processes. Files of earlier jobs are removed."""
+    """Reads the files in which this machine's processes record their last step. Removes files of earlier jobs."""
 
     def __init__(self, directory: str, job: Job) -> None:
         self._files = {rank: pathlib.Path(directory, f"rank-{rank}.json") for rank in job.ranks}

@@ -25,7 +25,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 _layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _NONE_YET = float("-inf")
-"""The start of the maximum over micro-batches, for float8 scales, whose "gradient" is their next value."""
+"""The start of a maximum over micro-batches, used for float8 scales: their "gradient" is their next value."""
 
 
 class Accumulation(Stage):

@@ -189,8 +189,7 @@ def _factor(part: BatchShare) -> int:
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
     """Replace `update_state` of a metric that holds a mean loss.
 
-    The mean of the replicas' losses is the loss of the whole batch, so all replicas get the same weight: the mean row
-    count.
+    The mean of the replicas' losses is the loss of the whole batch, so the weight of each is the mean row count.
     """
     part = current_share()
     if part is not None:

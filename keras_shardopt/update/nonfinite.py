@@ -135,7 +135,7 @@ def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: i
 
 
 def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Decode reduced flags: find the first replica with a nonfinite gradient, and the index of that gradient.
+    """Decode the sum or mean of all replicas' `flags`: find the first replica with a nonfinite gradient, and its index.
 
     Returns:
         An int32 tensor of shape `[2]`: the replica and the index, from 0; (-1, -1) if all gradients are finite.
@@ -153,7 +153,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` from reduced flags and the index, from 1, of the first nonfinite sum, or 0."""
+    """Return `Step.found_inf` from reduced `flags` and the index, from 1, of a nonfinite reduced gradient (or 0)."""
     source = nonfinite_source(flags, num_variables, num_replicas)
     is_known = source[1] >= 0
     is_bad = ops.where(is_known, ops.ones_like(position), position)

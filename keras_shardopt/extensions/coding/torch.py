@@ -55,7 +55,7 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # holds no `Work`, so connections can close
+        self._receive: Callable[[], list[Tensor]] | None = None  # holds no collective, so connections can close
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""

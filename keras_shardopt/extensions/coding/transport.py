@@ -26,10 +26,10 @@ from keras_shardopt.wrapping.chain import base_optimizers
 _FACTOR = "compression_factor_"
 """The start of a key in `Step.notes`, for the `PowerSGD` matrix of a variable. The variable's index follows."""
 
-# TensorFlow only, because there a collective cannot run inside a branch of `cond`.
+# TensorFlow only: checks a codec, because on TensorFlow a collective cannot run inside a branch of `cond`.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
-# PyTorch only, because there encoded gradients can be sent during the backward pass.
+# PyTorch only: sends encoded gradients during the backward pass.
 _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 

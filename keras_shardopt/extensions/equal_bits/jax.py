@@ -172,7 +172,7 @@ class _Parts:
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # any one device. `Auto`, because JAX 0.12 defaults to `Explicit`
+        if distribution is None:  # any one device; `Auto`, because JAX 0.12 has another default
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
@@ -206,7 +206,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return two lists for a part of the batch: values to sum over all parts, and variables' new values or None."""
+        """Return two lists for a part of a batch: values to sum over all parts, and new values (None if unchanged)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):

@@ -172,12 +172,12 @@ class Rows:
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign means over replicas to weights and statistics, maxima to counters, and replica 0's value to others."""
+        """Assign means over replicas to weights and statistics, maxima to counters, and replica 0's values to the rest."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
-        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # replicas have equal values of these
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # equal weights on all replicas
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
@@ -195,7 +195,7 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Copy the values of variables that other code has set to the rows of all replicas."""
+        """If other code has set variables, copy the new values to the rows of all replicas."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None

@@ -291,7 +291,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             return super().__next__()
 
     def _check_sizes(self) -> None:
-        """Check known batch sizes early, because an error now comes before Keras moves the weights out of the model."""
+        """Raise ValueError for invalid batch sizes, before Keras moves the weights out of the model's variables."""
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
@@ -376,7 +376,7 @@ def _takes_whole(model: Any, *data: Any) -> bool:
 def _start_equal(model: Any) -> None:
     """Make the values of model and optimizers equal on all processes. If values differ, all take those of process 0."""
     variables, state = list(model.variables), state_of(model)
-    # If counts differ, a process has not built its model. Return, because the optimizer raises an error for this later.
+    # If the numbers of variables differ, a process has not built its model. The optimizer raises an error later.
     counts = announce("compares the values of a prepared model", len(variables) + len(state))
     if len(set(counts)) > 1 or not variables:
         return

@@ -166,7 +166,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # by the caller
+        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # the caller did it
         self._spec = None if self._is_divided else spec_of(self._distributed_dataset.element_spec)
         if not (call.is_alone or self._is_divided):
             self._spec = common_spec(gather_objects(self._spec, "compares the kinds of its tensors"))

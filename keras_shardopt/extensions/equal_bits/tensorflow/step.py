@@ -291,7 +291,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Combine only variables that the step has assigned. Raise ValueError if some cannot be combined."""
+        """Combine over parts only variables that the step assigned. Raise ValueError if one cannot be combined."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
