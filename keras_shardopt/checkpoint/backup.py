@@ -170,7 +170,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _check_kind(self) -> None:
-        """Raise ValueError if all backups were written with another `sharded`. Delete unfinished saves of killed jobs."""
+        """Raise ValueError if all backups were made with another `sharded`. Delete unfinished saves of killed jobs."""
         whole, sharded = os.path.exists(self._path), bool(complete_saves(self.backup_dir))
         if whole != sharded and sharded != self.sharded:
             raise ValueError(

@@ -42,12 +42,12 @@ def findings(ranks: Ranks) -> list[tuple[str, Finding]]:
 
 
 def number_of(rank: Facts) -> int:
-    """Return the number of the process with these facts."""
+    """Return the number of the process that the facts `rank` describe."""
     return int(rank.get("world", {}).get("process", rank.get("process", {}).get("rank", 0)))
 
 
 def on(ranks: Ranks) -> str:
-    """Return the numbers of these processes as text, such as "processes 0, 2" (at most 8 numbers)."""
+    """Return the numbers of the processes in `ranks` as text, such as "processes 0, 2" (at most 8 numbers)."""
     numbers = sorted(map(number_of, ranks))
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"process{'es' if len(numbers) > 1 else ''} {shown}"

@@ -77,7 +77,7 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
 
 
 def batch_sizes(iterator: Any) -> list[int]:
-    """Return the different row counts of an epoch's batches, as far as Keras knows them before it loads the batches."""
+    """Return the different row counts of an epoch's batches that are available before Keras loads the batches."""
     adapter = iterator.data_adapter
     if not isinstance(adapter, ArrayDataAdapter):  # other adapters possibly drop the last rows
         return [] if adapter.batch_size is None else [adapter.batch_size]

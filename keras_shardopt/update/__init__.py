@@ -98,7 +98,7 @@ def watch(
 
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
-    """Return the stages that these options require, for a `CrossShard` under construction."""
+    """Return the stages that `options` require, for a `CrossShard` under construction."""
     for stage in options.stages:
         stage.check(context.optimizer)
     return [stage for maker in _rows(options) for stage in maker.from_options(options, context)]

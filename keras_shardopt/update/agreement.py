@@ -176,7 +176,7 @@ def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[A
 
 
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
-    """Return the smallest of these models that uses this optimizer, alone or wrapped by another; or None."""
+    """Return the last (smallest) of `models` that uses this optimizer, alone or wrapped by another; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model

@@ -57,7 +57,7 @@ class StageContext:
         return variables
 
     def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the indices of these variables in `trainable`. Before `build`, assume that these are all variables."""
+        """Return the indices of `variables` in `trainable`. Before `build`, assume that `variables` has all."""
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))

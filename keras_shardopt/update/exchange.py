@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     """Gradients reduced over all replicas, or this replica's slices of them."""
 
     nonfinite_flags: Tensor | None
-    """Reduced flags: an element is above 0 if a replica has found a nonfinite gradient. None without a check."""
+    """Reduced marks: an element is above 0 if a replica has found a nonfinite gradient. None without a check."""
 
     in_slices: bool = False
     """Whether `grads` are slices, different on each replica."""
@@ -57,7 +57,7 @@ def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members
 def _sums(
     reduction: Reduction, plain: Sequence[int], transfer: Transfer, members: Communicator
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Return the reduced gradients of the variables at the indices `plain`, and the reduced nonfinite flags."""
+    """Return reduced gradients of the variables at the indices `plain`, and reduced marks of nonfinite gradients."""
     grads, variables = [reduction.grads[i] for i in plain], [reduction.variables[i] for i in plain]
     make_flags = reduction.nonfinite_flags
     nonfinite_flags = None if make_flags is None or not plain else make_flags(dtype_of(variables[0]))

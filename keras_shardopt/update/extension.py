@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Configured:
-    """Base class of objects with one attribute per constructor argument. Derives config and `repr` from these."""
+    """Base class of objects with one attribute per constructor argument. The attributes give config and `repr`."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, serialized."""
@@ -85,7 +85,7 @@ class Extension(Settings):
     spelling = "extensions=[{}]"
 
     def check(self, options: Any) -> None:
-        """Raise ValueError if these `CrossShardOptions` contradict the extension."""
+        """Raise ValueError if `options` (a `CrossShardOptions`) contradict the extension."""
 
     def from_options(self, options: Any, context: StageContext) -> list[Stage]:
         """Return the stages (steps of an update) of this extension, for a `CrossShard` under construction."""
@@ -133,7 +133,7 @@ class ExtensionStage(Stage):
         """Prepare weights for reading or saving. Called on all processes together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives that this optimizer runs in a period of updates, and the number of these updates.
+        """Return the collectives that this optimizer runs in a period, and the number of updates in this period.
 
         Args:
             collectives: the collectives of each update without this stage.

@@ -90,7 +90,7 @@ class GradientStateFinder:
         return step.replace(gradient_state=state)
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
-        """Return how these gradients arrive, as declared or as detected by the backend."""
+        """Return how the gradients of `step` arrive, as declared or as detected by the backend."""
         if self.declared_state is not None:
             for doubt in _evidence_of(comm, self.declared_state).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)

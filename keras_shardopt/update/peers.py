@@ -50,7 +50,7 @@ class Peers:
                 self._compare(variables)
 
     def ready(self, variables: Sequence[Variable], comm: Communicator) -> float:
-        """Check that these replicas can train together. Before the first update, give them equal weights and state.
+        """Check that the replicas of `comm` can train together. Before the first update, make weights and state equal.
 
         Returns:
             The factor for this replica's first gradients. It is 0 if the weights of these gradients were replaced.

@@ -255,7 +255,7 @@ class Overlapped:
             buckets.join_uneven_inputs()
 
     def buckets_among(self, comm: Communicator) -> Any:
-        """Return the buckets of these replicas, created at the first call; None if gradients are not sent early."""
+        """Return the buckets in which the replicas of `comm` send gradients early; None if they send all at the end."""
         if self._among is not comm:
             if self._context.started is not comm or not self._context.may_be_local:
                 return None
@@ -281,7 +281,7 @@ def reducer_of(
     transport: Transport | None = None,
     shards: GradientSlicer | None = None,
 ) -> AllReduce | Overlapped:
-    """Return the object that reduces gradients for these options. With `shards`, each replica gets only its slices."""
+    """Return the object that reduces gradients, as the options require. With `shards`, each replica gets its slices."""
     if transport is None:
         transport = transport_of(options.compression, context)
         transport.check()

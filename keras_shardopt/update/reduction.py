@@ -38,7 +38,7 @@ class Reduction:
     """The variables of `grads`, the same on all processes. These include variables of frozen layers."""
 
     places: Sequence[int]
-    """The positions of these variables among the optimizer's trainable variables."""
+    """The positions of `variables` among the optimizer's trainable variables."""
 
     op: ReduceOp = "mean"
     factor: float = 1.0
@@ -54,7 +54,7 @@ class Reduction:
     """False if this replica has ended its training."""
 
     nonfinite_flags: Callable[[str], Tensor] | None = None
-    """Takes a dtype. Returns flags of nonfinite gradients, to reduce with the gradients; None to send no flags."""
+    """Takes a dtype. Returns numbers that mark nonfinite gradients, to reduce with the gradients. None: no check."""
 
     found: Tensor | None = None
     """The index, from 1, of this replica's first nonfinite gradient; 0 if all are finite, None if unchecked."""

@@ -113,7 +113,7 @@ class Stage:
         return ()
 
     def _overrides(self, *hooks: str) -> bool:
-        """Whether the stage's class overrides one of these hooks."""
+        """Whether the stage's class overrides one of the methods named in `hooks`."""
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     @property

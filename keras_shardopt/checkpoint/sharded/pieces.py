@@ -182,7 +182,7 @@ def _check_covered(path: str, entry: dict[str, Any]) -> None:
 
 
 def _overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether any two of these boxes (start and size per dimension) have an element in common."""
+    """Return whether any two of the boxes (start and size per dimension) have an element in common."""
     boxes = sorted(boxes, key=lambda box: tuple(box[0]))
     for i, (start, size) in enumerate(boxes):
         for other, length in boxes[i + 1 :]:

@@ -140,7 +140,7 @@ class Observer:
         return self._all_variables() if wrapper is self._observed[-1] else []
 
     def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Measure the gradients that `wrapper` receives. The wrapper calls this before changing them."""
+        """Measure the gradients that `wrapper` receives. Called before the wrapper changes the gradients."""
         self._run_hooks(wrapper, "before_transform", grads, variables)
 
     def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:

@@ -475,7 +475,7 @@ def joined(tensors: Sequence[Tensor], unit: int) -> Tensor:
 
 
 def split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split a vector into the shapes of these tensors: the reverse of `joined`."""
+    """Split a vector into tensors with the shapes of `tensors`: the reverse of `joined`."""
     parts, start = [], 0
     for tensor in tensors:
         stop = start + int(np.prod(tensor.shape))

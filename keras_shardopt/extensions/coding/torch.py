@@ -88,7 +88,7 @@ class CodedBucket:
         self._start_next()
 
     def finish(self) -> None:
-        """Run the remaining collectives of this bucket, and set `results` and `flags` to the sums or means."""
+        """Run the remaining collectives of this bucket. Store reduced gradients in `results`, and sums in `flags`."""
         while self._receive is not None:
             with naming_missing_ranks(self._under_way, UPDATE):
                 wait_for(self._under_way[self._number], call=UPDATE)
@@ -133,7 +133,7 @@ class CodedBucket:
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Return buckets for the gradients of these variables. The last bucket also sums `num_flags` uncoded numbers."""
+    """Return buckets for gradients with the shapes of `tensors`. The last bucket also sums `num_flags` numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The backward pass fills the bucket of the first variable last, so put this bucket last. Buckets are sent in order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)

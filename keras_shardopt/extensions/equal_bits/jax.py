@@ -350,7 +350,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run forward and backward pass part by part. Copy all rows to each device, so metrics sum in a fixed order."""
+        """Run forward and backward pass on each part of the batch. Copy rows to all devices, to sum metrics there."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data
@@ -358,7 +358,7 @@ class PartsStep(TrainStep):
         return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
-        """Run a step of `evaluate` part by part, so its logs do not depend on the number of devices."""
+        """Run a step of `evaluate` on each part of the batch, so its logs do not depend on the number of devices."""
         model, distribution = self.model, keras.distribution.distribution()
         if model.__class__.test_step is not keras.Model.test_step:
             return real(state, data)

@@ -13,7 +13,7 @@ from keras_shardopt.fit.stateful import stateful_layers
 
 
 def has_virtual_replicas(reducers: Iterable[Any]) -> bool:
-    """Whether one of these optimizers has the extension `VirtualReplicas`."""
+    """Whether one of the optimizers `reducers` has the extension `VirtualReplicas`."""
     return any(map(_nums_parts, reducers))
 
 

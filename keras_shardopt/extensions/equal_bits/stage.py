@@ -104,7 +104,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over all added parts, and discard it. The number of parts must be a power of two."""
+        """Return the sum over all parts that were added, and discard it. Their number must be a power of two."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -164,7 +164,7 @@ class Tree(Communicator):
         return result
 
     def _total(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the totals of these tensors over replicas, flattened and concatenated."""
+        """Return the totals of `tensors` over replicas, flattened and concatenated to one tensor."""
         flat = ops.concatenate([_reshaped(tensor, (-1,)) for tensor in tensors])
         size, length = self.num_replicas, flat.shape[0]
         if size == 1:

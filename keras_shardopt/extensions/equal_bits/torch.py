@@ -65,7 +65,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # If a part has no rows, run the model on one row and do not count it, because a model needs a row to run.
+            # If a part of the batch has no rows, run the model on one row (a model needs one), and do not count it.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
@@ -153,7 +153,7 @@ class PartsStep(TrainStep):
         return self._number
 
     def begin_call(self) -> None:
-        """Clear the cached number of parts and list of layer variables, because the model can change between calls."""
+        """Clear cached facts (parts per batch, variables of layers), because the model can change between calls."""
         super().begin_call()
         self._number = None
         self._kept.begin_call()
@@ -167,7 +167,7 @@ class PartsStep(TrainStep):
         return self.num_parts
 
     def rows_of(self, num: int, num_ranks: int) -> list[int]:
-        """Return the number of rows of each rank, for a batch of `num` rows. Each rank gets whole parts."""
+        """Return the row count of each rank, for a batch of `num` rows. Each rank gets whole parts of the batch."""
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 

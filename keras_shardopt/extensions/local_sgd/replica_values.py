@@ -172,7 +172,7 @@ class Rows:
         self._has_references = False  # True after `resume`, False after `show`
 
     def show(self) -> None:
-        """Assign means over replicas to weights and statistics, maxima to counters, and replica 0's values to the rest."""
+        """Assign means over replicas to weights and statistics, maxima to counters, replica 0's values to the rest."""
         if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
             return
         positions = self._stage.unsynced()
@@ -243,7 +243,7 @@ class Rows:
 
 
 def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
-    """Return the moving statistics of the models with these weights."""
+    """Return the moving statistics of the models that have weights among `variables`."""
     return statistics_in(models_with(variables))
 
 

@@ -180,7 +180,7 @@ class LocalUpdates(ExtensionStage):
         return found
 
     def averages(self, positions: Sequence[int]) -> list[Variable]:
-        """Return the moving averages of the weights at these positions; empty without `use_ema`."""
+        """Return the moving averages of the weights at `positions`; empty without `use_ema`."""
         kept: dict[Any, Variable] = {}
         for leaf in base_optimizers(self._optimizer):
             if leaf.use_ema:

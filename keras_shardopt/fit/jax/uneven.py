@@ -37,11 +37,11 @@ def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
 def without_padding(
     function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any = None
 ) -> Any:
-    """Call `function` with the number of rows of a part, and those rows. A part without rows has one row of padding.
+    """Call `function` with the row count and the rows of a part of a batch. A part without rows has one padding row.
 
     Args:
         function: must not communicate. Its results are padded to `shapes`.
-        part: the index of the part, also as a traced value.
+        part: the index of the part in the batch, also as a traced value.
         all_rows: the number of rows in the batch.
         num_parts: the number of parts in the batch.
         data: the rows of the part, with padding.

@@ -85,13 +85,13 @@ def tensors_of(batch: Any) -> list[Any]:
 
 
 def restored(spec: Any, tensors: Any) -> Any:
-    """Return a batch with the structure of this spec, with these tensors, and with None for each None in the spec."""
+    """Return a batch with the structure of `spec`, with these `tensors`, and with None for each None in `spec`."""
     left = iter(tensors)
     return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)
 
 
 def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without entries that are None, because a strategy cannot divide these."""
+    """Return the dataset without entries that are None, because a strategy cannot divide None."""
     spec = spec_of(dataset.element_spec)
     if None not in tf.nest.flatten(spec):
         return dataset
