@@ -1,4 +1,4 @@
-"""An all-reduce of the replicas of TensorFlow's strategy, in one `tf.function`."""
+"""Provides an all-reduce over the replicas of TensorFlow's strategy in one `tf.function`, to measure its time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def all_reduce(num_floats: int) -> Callable[[], None]:
-    """Return a function that sums float32 vectors over all replicas, and waits for the result."""
+    """Return a function that sums a vector of `num_floats` floats over all replicas, and waits for the result."""
     strategy = tf.distribute.get_strategy()
     vectors = strategy.experimental_distribute_values_from_function(lambda context: tf.ones(num_floats))
 

@@ -1,4 +1,4 @@
-"""An all-reduce of PyTorch's ranks."""
+"""Provides an all-reduce over PyTorch's ranks, to measure its time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_shardopt.backends.torch.runtime import runtime
 
 
 def all_reduce(num_floats: int) -> Callable[[], None]:
-    """Return a function that sums float32 vectors over all replicas, and waits for the result."""
+    """Return a function that sums a vector of `num_floats` floats over all replicas, and waits for the result."""
     vector = torch.ones(num_floats, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def run() -> None:

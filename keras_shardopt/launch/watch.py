@@ -53,6 +53,6 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[Watch]:
-    """Yields a `Watch`, whose `environment` the processes need. Without `--watch`, `hung` finds nothing."""
+    """Yields a `Watch`. The processes need its `environment`. Without `--watch`, its `hung` finds no process."""
     with tempfile.TemporaryDirectory() as directory:
         yield Watch(job.log_dir or directory, job)

@@ -57,7 +57,7 @@ class StageContext:
         return variables
 
     def positions(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the indices of `variables` in `trainable`. Before `build`, assume that `variables` has all."""
+        """Return the indices of `variables` in `trainable`. Before `build`, `variables` must be all of these."""
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))

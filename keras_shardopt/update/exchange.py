@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Return `reduced`, with the maximum over replicas for float8 scales, whose "gradient" is the next value."""
+    """Return `reduced`. For float8 scales, it gets the maximum over replicas of the next value, not a gradient."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value

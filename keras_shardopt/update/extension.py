@@ -93,7 +93,7 @@ class Extension(Settings):
 
 
 def made(value: Any, custom_objects: Any = None) -> Any:
-    """Return the object of a serialized config, which is a dict. Return any other value unchanged."""
+    """If `value` is a serialized config (a dict), return the object that it describes; otherwise return `value`."""
     if not isinstance(value, dict):
         return value
     return keras.saving.deserialize_keras_object(portable(value), custom_objects=custom_objects)

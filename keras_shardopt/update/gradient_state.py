@@ -124,7 +124,7 @@ class GradientStateFinder:
 
 
 def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
-    """Raise ValueError if a nested `CrossShard` needs each replica's gradients: it receives reduced gradients."""
+    """Raise ValueError if `optimizer`, which is inside a `CrossShard`, needs each replica's unreduced gradients."""
     finder = getattr(optimizer, "state_finder", None)
     if isinstance(finder, GradientStateFinder):
         if finder.accumulates:

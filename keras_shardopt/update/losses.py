@@ -182,7 +182,7 @@ def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
 
 
 def _factor(part: BatchShare) -> int:
-    """Return the factor for a loss: the number of replicas if gradients will be averaged, or 1 if summed."""
+    """Return the factor of a loss: the number of replicas if gradients will be averaged, 1 if they will be summed."""
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 

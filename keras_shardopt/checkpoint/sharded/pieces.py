@@ -330,6 +330,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _shape_of(entry: Mapping[str, Any], stored: Sequence[int], item: int) -> list[int]:
-    """Return the shape of a piece, from its shape in the file. Files hold some dtypes, such as bfloat16, as bytes."""
+    """Return a piece's shape in elements, from the shape in the file. Files hold dtypes such as bfloat16 as bytes."""
     is_bytes = _storable(np.empty((0,), _dtype(entry["dtype"]))).dtype != _dtype(entry["dtype"])
     return [*stored[:-1], stored[-1] // item] if is_bytes else list(stored)

@@ -211,7 +211,7 @@ class Observer:
         self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return each trainable variable; if `variables` lacks it, the slice or copy that the optimizer updates."""
+        """Return the trainable variables. For each that `variables` lacks, return the slice or copy that is updated."""
         trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
         return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]

@@ -206,7 +206,7 @@ class SumOfParts(ExtensionStage):
         self._next: int | None = None
 
     def check_outside(self, outer: Any) -> None:
-        """Raise ValueError: an optimizer with loss scaling must be inside `CrossShard`, not around it."""
+        """Raise ValueError, because a loss-scaling optimizer must be inside `CrossShard`, not around it."""
         name = type(outer).__name__
         raise ValueError(
             f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around the `CrossShard`. Outside, "
@@ -272,7 +272,7 @@ class SumOfParts(ExtensionStage):
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients and `found_inf` of `step`. If the part of the batch has no rows, gradients are 0."""
+        """Return gradients (0 if the part of the batch has no rows) and `found_inf` (which one is not finite)."""
         step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 

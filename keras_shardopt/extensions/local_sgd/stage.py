@@ -264,7 +264,7 @@ class LocalUpdates(ExtensionStage):
             self._known_count.note(self.count, count)
 
     def _schedule_syncs(self, count: Any) -> None:
-        """Spread the first averages of the groups of weights evenly over the updates after `count` and the warm-up."""
+        """Schedule the first average of each weight group, spread evenly over updates after `count` and the warm-up."""
         if isinstance(count, int):
             count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments

@@ -111,7 +111,7 @@ class PartsStep(TrainStep):
         return divide_dataset(strategy, dataset, self.num_parts)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Raise ValueError: the batches of this dataset are already divided."""
+        """Raise ValueError, because a strategy has already divided the batches of this dataset."""
         raise ValueError(
             "`VirtualReplicas` divides whole batches into parts. Received: a dataset that a strategy has already "
             f"divided, VirtualReplicas({self.num_parts}). Pass the original dataset to `fit`."
