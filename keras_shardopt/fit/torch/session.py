@@ -170,7 +170,7 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged state: average now
+        if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged these: average now
             self.look(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
