@@ -115,7 +115,7 @@ def is_inside_window(model: Any) -> bool:
 
 
 def global_seed(make: bool) -> list[keras.Variable]:
-    """Returns Keras' global seed in a list, or an empty list if it does not exist."""
+    """Returns Keras' global seed in a list. If it does not exist, creates it (`make`) or returns an empty list."""
     found = (
         seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
     )

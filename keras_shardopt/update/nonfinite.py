@@ -94,7 +94,7 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more than `before` updates were skipped. Wait for the assignments to `after`."""
+        """Raise FloatingPointError if more than `before` updates were skipped, once variables `after` are assigned."""
         # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)

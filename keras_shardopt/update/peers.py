@@ -97,7 +97,7 @@ class Peers:
         runtime.no_compile(self._compare, self._optimizer._trainable_variables)
 
     def check_parts(self) -> None:
-        """Check that the optimizer state that is divided among processes belongs to the same update on all.
+        """Check that the parts of divided optimizer state on all processes belong to the same update.
 
         All processes must call this together, before values of process 0 are copied to all processes, because the copy
         contains no divided state. Raises ValueError on every process.

@@ -34,7 +34,7 @@ class Transfer:
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the sums or means over replicas of these gradients and of `along`.
+        """Return the sums or means of gradients, and of the tensor `along`, over replicas.
 
         Args:
             places: the positions of the gradients' variables among the optimizer's trainable variables.

@@ -61,7 +61,7 @@ class CodedBucket:
         """Do nothing, because this bucket has no buffer to prepare."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Store the gradient of variable `i`. Without a gradient, its compression error is sent in a later step."""
+        """Store the gradient of variable `i`. If `grad` is None, the compression error is sent in a later step."""
         self._grads.pop(i, None)
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight

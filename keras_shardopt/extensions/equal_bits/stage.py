@@ -117,7 +117,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree. They are sums over a replica's parts of a batch.
+    """A communicator that sums tensors over replicas in a binary tree. Each is a sum over a replica's parts of a batch.
 
     Args:
         replicas: the replicas.

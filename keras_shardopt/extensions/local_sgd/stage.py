@@ -218,7 +218,7 @@ class LocalUpdates(ExtensionStage):
             runtime.cond(condition, make_branch(is_warmup), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Update this replica's weights. Then average each group of weights (fragment) for which this is due."""
+        """Update this replica's weights. Then average each group of weights (fragment) for which an average is due."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:

@@ -17,7 +17,7 @@ from jax.extend.core.primitives import conv_general_dilated_p
 
 
 def in_layout_of_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with all convolutions in the layout of XLA's fast CPU code; unchanged on other devices."""
+    """Return `function` with its convolutions in the layout of XLA's fast CPU code; unchanged on a GPU or TPU."""
     if jax.default_backend() != "cpu":
         return function
 

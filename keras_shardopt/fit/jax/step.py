@@ -34,7 +34,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_
 
 
 class Computed(NamedTuple):
-    """The results of the first half of a step: forward pass, backward pass, and mean of gradients over replicas."""
+    """The results of a step's first half: forward pass, backward pass, and reduction of gradients over replicas."""
 
     grads: Any
     """With gradient accumulation, each replica's gradients; otherwise their sum or mean, and which are non-finite."""

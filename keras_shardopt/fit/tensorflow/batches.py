@@ -113,7 +113,7 @@ def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) ->
 
 
 def is_packed(data: Any) -> bool:
-    """Whether `packed` returned this value."""
+    """Whether `data` is a batch that `packed` returned."""
     return isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], str) and data[1].startswith(_PREFIX)
 
 

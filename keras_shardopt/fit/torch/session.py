@@ -306,7 +306,7 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step can begin before the other ranks' row counts arrive: its forward pass does not communicate."""
+        """Whether a step can begin before other ranks' row counts arrive: if its forward pass does not exchange data."""
         if self._waits is None:
             # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
             # step must not contain `confirm`. Before such steps, wait: `confirm` then runs before the step.
@@ -472,7 +472,7 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""The number of batches without communication must be smaller, so it fits in 5 bits of a message."""
+"""The limit for the number of successive batches without communication. Smaller numbers fit in 5 bits of a message."""
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""

@@ -210,7 +210,7 @@ class _Work:
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function that computes gradients and changes for one part of a batch. Losses divide by `counted`."""
+        """Return a function that runs one part of a batch, and returns gradients and changes of variables."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
