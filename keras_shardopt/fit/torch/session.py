@@ -306,7 +306,7 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step can begin before other ranks' row counts arrive: if its forward pass does not exchange data."""
+        """Whether a step can begin before other ranks' row counts arrive: if its forward pass exchanges nothing."""
         if self._waits is None:
             # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
             # step must not contain `confirm`. Before such steps, wait: `confirm` then runs before the step.
