@@ -65,7 +65,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # If a part of the batch has no rows, run the model on one row (a model needs one), and do not count it.
+            # If a part of the batch has no rows, run the model on one row that does not count, because it needs input.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
