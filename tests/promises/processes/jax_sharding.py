@@ -114,7 +114,7 @@ def main():
 
     refused(lambda: fit(X + odd, Y), ValueError, "differ from those of process 0 on process 1. Load the same data")
     fewer = 61 - 16 * odd
-    refused(lambda: fit(X[:fewer], Y[:fewer], shuffle=False), ValueError, "other numbers of batches")
+    refused(lambda: fit(X[:fewer], Y[:fewer], shuffle=False), ValueError, "numbers of batches that differ")
     x, y = ks.shard_data(X, Y)
     some = (x, y) if odd else (X, Y)
     refused(lambda: fit(*some), ValueError, "process 0: the whole data, process 1: a separate part")

@@ -639,17 +639,17 @@ def data_that_differ_are_refused_on_every_rank(scope):
     odd = scope.replica_id == 1
     words = "from those of process 0 on process 1. Load the same data on every process"
     train = lambda *data, **more: lambda: fit(*data, batch_size=BATCH, **more)(compiled(scope))  # noqa: E731
-    refused(train(X + odd, Y), ValueError, f"other first batches {words}")
+    refused(train(X + odd, Y), ValueError, f"first batches that differ {words}")
     fewer = 61 - 15 * odd
-    refused(train(X[:fewer], Y[:fewer], shuffle=False), ValueError, f"other numbers of batches {words}")
-    refused(train(X[: 60 - odd], Y[: 60 - odd], shuffle=False), ValueError, "other first batches")
+    refused(train(X[:fewer], Y[:fewer], shuffle=False), ValueError, f"numbers of batches that differ {words}")
+    refused(train(X[: 60 - odd], Y[: 60 - odd], shuffle=False), ValueError, "first batches that differ")
     # Too late for what is compared first, among batches that go without a message.
     x, y = np.tile(X, (5, 1)), np.tile(Y, (5, 1))
     x += odd * (np.arange(305) == 280)[:, None]
     words = "Received: values that differ from those of process 0 on process 1, in "
     refused(train(x, y, shuffle=False), ValueError, words)
     refused(lambda: compiled(scope).evaluate(x, y, BATCH, verbose=0), ValueError, words)
-    refused(lambda: compiled(scope).evaluate(X[odd:], Y[odd:], verbose=0), ValueError, "other first batches")
+    refused(lambda: compiled(scope).evaluate(X[odd:], Y[odd:], verbose=0), ValueError, "first batches that differ")
     refused(lambda: compiled(scope).predict(X[odd:], verbose=0), ValueError, "`keras_shardopt.shard_data(...)`, or `")
     x, y = ks.shard_data(X, Y)
     some = train(x, y) if odd else train(X, Y)

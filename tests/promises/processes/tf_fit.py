@@ -172,7 +172,7 @@ def main():
         "process 1 calls `evaluate`",
     )
     number = 4 + scope.process_id
-    refused(lambda: model.predict(x[:number], verbose=0), ValueError, "other first batches")
+    refused(lambda: model.predict(x[:number], verbose=0), ValueError, "first batches that differ")
     with ks.data_parallel():
         sharded = problem.model()
         sharded.compile(ks.CrossShard(problem.sgd_momentum(), shard_state=True), "mse")
