@@ -33,6 +33,7 @@ SOME_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e6 --variables 10 100 1000" 
 COMMANDS: list[tuple[str, str, list[str]]] = [
     ("torch", "torch_fit.py", [*TORCHRUN, "2"]),
     ("torch", "torch_shards.py", [*TORCHRUN, "2"]),
+    *[("torch", "checkpoints.py --rounds 6", [*TORCHRUN, ranks]) for ranks in ("2", "4")],
     ("torch", "torch_update.py --threads 1", []),
     ("jax", "jax_update.py", []),
     *[(backend, "fit.py", []) for backend in ("jax", "tensorflow", "torch")],
