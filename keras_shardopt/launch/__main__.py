@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="A directory to which the output of each process is also written, as rank-0.log and so on.",
+        help="A directory to which the output of each process is also appended, as rank-0.log and so on. Jobs that run"
+        " at the same time need different directories.",
     )
     parser.add_argument(
         "--watch",

@@ -79,8 +79,11 @@ class Job:
         if self.log_dir is not None:
             try:
                 pathlib.Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+                for rank in self.ranks:
+                    with open(pathlib.Path(self.log_dir, f"rank-{rank}.log"), "a"):
+                        pass
             except OSError as error:
-                raise JobError(f"`--log-dir` must be an existing or a new directory. Received: {error}.") from error
+                raise JobError(f"`--log-dir` must be a writable directory, or a new one. Received: {error}.") from error
         if not self.program:
             raise JobError("A program to run must follow the options, as in `--nproc 2 train.py`.")
         if self.program[0] != "-m" and not pathlib.Path(self.program[0]).is_file():

@@ -12,6 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+_LONGEST_LINE = 1 << 20
+"""A longer line is cut, because each new piece of a line copies all of it."""
+
 
 class Output:
     """Copies the output of processes to the streams of this process, with a prefix on each line.
@@ -61,6 +64,8 @@ class Output:
                 for line in lines:
                     if (error := tracebacks.error_of(line)) is not None:
                         self.raised[process] = time.monotonic(), error
+                if len(rest) > _LONGEST_LINE:
+                    lines, rest = [*lines, rest], ""
                 bar = ""
                 if "\r" in rest:  # keep only the text after the last \r
                     bar = f"[{process}] {_shown(rest)}"

@@ -17,7 +17,7 @@ from torch import distributed
 
 from keras_shardopt.backends import jobs
 from keras_shardopt.launch import __main__ as command
-from keras_shardopt.launch import jax, job, supervisor, tensorflow, torch
+from keras_shardopt.launch import jax, job, output, supervisor, tensorflow, torch
 
 pytestmark = pytest.mark.neutral
 
@@ -175,6 +175,17 @@ def test_the_output_of_each_process_is_also_in_its_file(tmp_path, capfd):
         assert sorted(lines) == sorted(2 * ["an argument", "2/2", "━"])
     printed = [f"[{rank}] {words}" for rank in range(2) for words in ("an argument", "━")]
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(2 * printed)
+    (tmp_path / "rank-1.log").unlink()
+    (tmp_path / "rank-1.log").mkdir()
+    with pytest.raises(job.JobError, match="`--log-dir` must be a writable directory"):
+        given.check()
+
+
+def test_a_very_long_line_is_cut(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(output, "_LONGEST_LINE", 9)
+    text = "import os, time\nfor part in ('x' * 7, 'y' * 7, 'z'):\n    os.write(1, part.encode()); time.sleep(0.1)"
+    assert supervisor.supervise(made(tmp_path, text, 1), numbered(1)) == 0
+    assert capfd.readouterr().out == f"[0] {'x' * 7}{'y' * 7}\n[0] z\n"
 
 
 BEATS = """
@@ -370,7 +381,7 @@ def test_ports_are_free_and_differ():
         (["--devices-per-process", "0", __file__], "`--devices-per-process` must be at least 1"),
         (["--watch", "0", __file__], "`--watch` must be a number of seconds above 0. Received: 0."),
         (["--watch", "nan", __file__], "`--watch` must be a number of seconds above 0. Received: nan."),
-        (["--log-dir", __file__, __file__], "`--log-dir` must be an existing or a new directory. Received: "),
+        (["--log-dir", __file__, __file__], "`--log-dir` must be a writable directory, or a new one. Received: "),
     ],
 )
 def test_what_cannot_be_started_says_why(arguments, words, capsys):
