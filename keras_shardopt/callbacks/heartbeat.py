@@ -77,7 +77,7 @@ class Heartbeat(keras.callbacks.Callback):
         self._end()  # end an earlier `fit` that raised an error
         self._rank = processes.process()[1]
         given = (self.directory, os.environ.get(jobs.HEARTBEATS))
-        self._names = [os.path.join(each, f"rank-{self._rank}") for each in given if each is not None]
+        self._names = [os.path.join(os.path.abspath(each), f"rank-{self._rank}") for each in given if each]
         for name in self._names:
             os.makedirs(os.path.dirname(name), exist_ok=True)
         self._open()  # raises an error now, not after many steps

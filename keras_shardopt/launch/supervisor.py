@@ -47,7 +47,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
         Stopped: if this process received a signal of `ENDING`; all processes have then ended.
     """
     output = Output(job.ranks[0], job.log_dir)
-    with watching(job) as watch, _forwarded_signals() as received:
+    with watching(job, output.say) as watch, _forwarded_signals() as received:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in zip(job.ranks, environments):
@@ -101,7 +101,8 @@ def _wait(
             if failed is not None and None in statuses:
                 limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
                 output.say(f"process {job.ranks[failed]} failed; the other processes end after {_SECONDS_TO_FAIL:g} s.")
-            elif failed is None and None in statuses and (hung := watch.hung()):
+            running = [rank for rank, status in zip(job.ranks, statuses) if status is None]
+            if failed is None and running and (hung := watch.hung(running)):
                 output.say(f"{hung} The stacks of all processes follow.")
                 for process in processes:
                     process.send_signal(signal.SIGABRT)  # Python's `faulthandler` prints the stacks

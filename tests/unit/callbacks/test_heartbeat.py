@@ -62,10 +62,13 @@ def trained(*callbacks, **arguments):
 def test_the_line_has_the_running_step_and_phase(tmp_path, monkeypatch):
     watched = tmp_path / "watched"
     monkeypatch.setenv(jobs.HEARTBEATS, str(watched))  # as the launcher's `--watch` sets it
-    beats = ks.callbacks.Heartbeat(tmp_path / "new" / "beats", timeout=600)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(heartbeat, "_SECONDS", 0.0)  # open the files at each step
+    beats = ks.callbacks.Heartbeat(os.path.join("new", "beats"), timeout=600)
+    moves = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: os.chdir(watched))
     reads, also = Reads(tmp_path / "new" / "beats" / "rank-0.json"), Reads(watched / "rank-0.json")
     data = [array[:8] for array in problem.data()]
-    model = trained(beats, reads, also, epochs=2, validation_data=data, validation_batch_size=8)
+    model = trained(beats, moves, reads, also, epochs=2, validation_data=data, validation_batch_size=8)
     steps = lambda epoch: [(epoch, step, "training") for step in (1, 2, 3)]  # noqa: E731
     ends = lambda epoch: [(epoch, 3, "validation"), (epoch, 3, "epoch end")]  # noqa: E731
     expected = [(0, 0, "start"), *steps(1), *ends(1), *steps(2), *ends(2), (2, 3, "ended")]
@@ -88,7 +91,7 @@ def test_a_process_that_hangs_writes_its_stacks(tmp_path, monkeypatch, at):
 
 
 def test_without_a_directory_stacks_go_to_the_standard_error(tmp_path, capfd, monkeypatch):
-    monkeypatch.delenv(jobs.HEARTBEATS, raising=False)
+    monkeypatch.setenv(jobs.HEARTBEATS, "")  # as the launcher sets it without `--watch`
     monkeypatch.chdir(tmp_path)
     (tmp_path / "line").write_text('{"rank": 0, "epoch": 0, "step": 0, "phase": "", "time": "2026-01-01T00:00:00"}')
     monkeypatch.setattr(heartbeat, "_SECONDS", 0.0)

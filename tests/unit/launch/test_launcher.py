@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ from torch import distributed
 
 from keras_shardopt.backends import jobs
 from keras_shardopt.launch import __main__ as command
-from keras_shardopt.launch import jax, job, output, supervisor, tensorflow, torch
+from keras_shardopt.launch import jax, job, output, supervisor, tensorflow, torch, watch
 
 pytestmark = pytest.mark.neutral
 
@@ -164,8 +165,10 @@ def test_a_progress_bar_of_process_0_moves_on_a_terminal(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_output_of_each_process_is_also_in_its_file(tmp_path, capfd):
-    text = "import os, sys, time\nprint(sys.argv[1])\n"
+def test_the_output_of_each_process_is_also_in_its_file(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(jobs.HEARTBEATS, str(tmp_path))  # of a watched job that starts this one
+    (tmp_path / "rank-0.json").write_text("of the program")
+    text = "import os, sys, time\nprint(sys.argv[1] + os.environ['KERAS_SHARDOPT_HEARTBEATS'])\n"
     text += "print('1/2\\r2/2', file=sys.stderr)\nos.write(1, b'\\xe2\\x94'); time.sleep(0.1); os.write(1, b'\\x81')"
     given = made(tmp_path, text, log_dir=str(tmp_path))
     for _ in range(2):  # a second start continues the files
@@ -175,6 +178,7 @@ def test_the_output_of_each_process_is_also_in_its_file(tmp_path, capfd):
         assert sorted(lines) == sorted(2 * ["an argument", "2/2", "━"])
     printed = [f"[{rank}] {words}" for rank in range(2) for words in ("an argument", "━")]
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(2 * printed)
+    assert (tmp_path / "rank-0.json").read_text() == "of the program"
     (tmp_path / "rank-1.log").unlink()
     (tmp_path / "rank-1.log").mkdir()
     with pytest.raises(job.JobError, match="`--log-dir` must be a writable directory"):
@@ -217,15 +221,83 @@ def test_a_job_without_steps_ends_with_the_stacks_of_all(tmp_path, capfd, others
     assert {line[:3] for line in stacks} == {"[0]", *(f"[{other}]" for other in others)}
 
 
-def test_a_process_that_has_not_begun_or_has_ended_its_training_does_not_hang(tmp_path, capfd):
+def test_a_process_that_has_not_begun_or_has_ended_its_training_does_not_hang(tmp_path, monkeypatch, capfd):
     text = f"{BEATS}\nif rank == 0: beat(9, 'ended')\ntime.sleep(0.8)"
     (tmp_path / "rank-1.json").write_text("of an earlier job")
     given = made(tmp_path, text, watch=0.2, log_dir=str(tmp_path))
     assert supervisor.supervise(given, numbered(2)) == 0
-    text = f"{BEATS}\nif rank == 0: beat(3, 'validation')\ntime.sleep(600)"
-    assert supervisor.supervise(made(tmp_path, text, watch=0.2), numbered(2)) == 134
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    text = f"import os; os.chdir('other')\n{BEATS}\nif rank == 0: beat(3, 'validation')\ntime.sleep(20)"
+    assert supervisor.supervise(made(tmp_path, text, watch=0.2, log_dir="."), numbered(2)) == 134
     said = "process 1 in epoch 0, step 0 (before `fit`); process 0 in epoch 1, step 3 (validation)."
     assert said in capfd.readouterr().err
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A watch of two processes, whose `polls` are half a second apart. It collects the lines it prints in `said`."""
+    now, said = [0.0], []
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    found = watch.Watch(made(tmp_path, "", watch=3.0), str(tmp_path), said.append)
+    found.said, found.num_beats = said, 0
+
+    def polls(seconds, step=0.5, running=(0, 1)):
+        for _ in range(round(seconds / step)):
+            now[0] += step
+            words = found.hung(running)
+        return words
+
+    def beat(rank, phase="training"):
+        found.num_beats += 1
+        file = tmp_path / f"rank-{rank}.json"
+        file.write_text(json.dumps({"epoch": 1, "step": 2, "phase": phase}))
+        os.utime(file, (found.num_beats, found.num_beats))
+
+    found.polls, found.beat = polls, beat
+    return found
+
+
+def test_a_watch_without_heartbeats_says_so_once(watched):
+    assert watched.polls(9.0) == "" and len(watched.said) == 1
+    assert watched.said[0].startswith("no process has begun `fit` with a heartbeat in 3 s. `--watch` needs `keras_s")
+
+
+def test_a_job_that_was_stopped_does_not_hang(watched):
+    watched.beat(0)
+    assert watched.polls(2.0) == "" and watched.polls(600.0, step=600.0) == "" and watched.polls(1.0) != ""
+    assert watched.said == []
+
+
+def test_a_process_whose_file_is_removed_does_not_hang(watched, tmp_path):
+    watched.beat(0)
+    assert watched.polls(2.0) == ""
+    (tmp_path / "rank-0.json").unlink()
+    assert watched.polls(9.0) == "" and watched.said == []
+
+
+def test_a_process_that_ended_is_not_late_and_is_named(watched):
+    watched.beat(0)
+    assert watched.polls(9.0, running=[1]) == ""
+    watched.beat(1)
+    expected = "no step for 3 s: process 0 in epoch 1, step 2 (exited); process 1 in epoch 1, step 2 (training)."
+    assert watched.polls(9.0, running=[1]) == expected
+
+
+def test_a_fit_that_begins_while_the_files_are_read_is_not_late(watched, monkeypatch):
+    watched.beat(0, "ended")
+    assert watched.polls(9.0) == ""
+    methods = {name: getattr(pathlib.Path, name) for name in ("stat", "read_text")}
+
+    def then_begins(file, *arguments, name, **more):
+        found = methods[name](file, *arguments, **more)
+        monkeypatch.undo()  # also of the clock, which is much later now
+        watched.beat(0, "start")
+        return found
+
+    for name in methods:
+        monkeypatch.setattr(pathlib.Path, name, functools.partialmethod(then_begins, name=name))
+    assert watched.hung([0, 1]) == ""
 
 
 def starts(tmp_path, before=""):
