@@ -25,9 +25,10 @@ def caller_function() -> str:
 
 
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
-    """Return the `self` of the method that called the function that calls this, or None.
+    """Return the `self` of a method on the call stack, or None. By default it is the method that called your function.
 
-    `further_out` is the number of frames to skip. With `code`, the result is None unless the frame runs that code.
+    `further_out` is the number of frames above that method to skip. With `code`, the result is None if the frame that
+    is found runs other code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None

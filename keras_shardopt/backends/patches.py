@@ -63,7 +63,7 @@ PATCHES: Table = {
     "losses": {
         "keras.src.losses.loss.reduce_weighted_values": (
             "update.losses:_reduce_weighted_values",
-            "losses divide by the rows of all replicas; needed until `Loss` accepts the divisor",
+            "losses divide by the rows of all replicas; needed until Keras' `Loss` has an argument for the divisor",
         ),
     },
     "skips": {

@@ -105,7 +105,7 @@ def own_parts(variable: Variable, process: tuple[int, int]) -> OwnParts:
     """Copy to the host the part of a variable that this process saves. Exactly one process saves each element.
 
     Args:
-        variable: the variable, of which each process has a copy by default.
+        variable: the variable. Each process has all of it, or on PyTorch and JAX perhaps only its shards.
         process: the number of processes, and the index of this one.
     """
     if _arrays is not None:

@@ -244,7 +244,7 @@ def _files(path: str) -> Facts:
                 file.write(b"new" * 2**20)
                 file.flush()
                 os.fsync(file.fileno())
-            with open(old, "rb") as reader:  # an open reader must keep the old content
+            with open(old, "rb") as reader:  # after the replacement, an open file must still have the old content
                 os.replace(new, old)
                 found["renames"] = reader.read() == b"old" and old.read_bytes()[:3] == b"new" and not new.exists()
             with contextlib.suppress(ImportError), open(old, "rb+") as file:

@@ -85,7 +85,7 @@ def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(in_keras)
     def set_model(callback_list: Any, model: Any) -> None:
         for callback in callback_list.callbacks:
-            take_out(callback)  # undo the changes for another model that has trained with this callback
+            take_out(callback)  # an earlier `fit`, perhaps of another model, can have adapted the callback
         if model is not None and is_prepared(model):
             if _are_several():
                 callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
@@ -140,7 +140,7 @@ class BatchLogs:
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
-        """Return a time in seconds during which no callback of this process needs new logs of batches."""
+        """Return the seconds that may pass until a callback of this process, such as a progress bar, needs new logs."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS

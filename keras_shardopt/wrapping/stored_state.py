@@ -180,7 +180,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
     """Whether a file with this metadata may belong to an optimizer of this model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
-    if metadata.num_variables is not None:  # some variables can have no state in the file
+    if metadata.num_variables is not None:  # in newer files, which can omit state of some variables
         return metadata.num_variables == len(model.trainable_variables) and stored <= mine
     return stored == mine if stored else has_built_in_step(model)
 

@@ -1,6 +1,6 @@
-"""A Keras optimizer around another one, with the interface and the files of the inner one.
+"""A Keras optimizer around another one, with the same interface and the same variables in saved files.
 
-The base class handles all that Keras, callbacks and the saver expect: forwarding, build, stateless updates, files. A
+The base class handles all that Keras, callbacks and the saver expect: forwarding, build, stateless updates, saving. A
 concrete wrapper overrides `transform_gradients` and the constructor. Do not subclass a concrete wrapper; put another
 wrapper around it. Hooks for this package begin with an underscore, so `help` lists only members for users.
 

@@ -351,7 +351,7 @@ def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str |
     found: list[str] = []
 
     def read_notes() -> None:
-        # Read the note `_AWAY` only in a step of all ranks: if only some train, idle ranks may announce other calls.
+        # A rank that announced a later call has left `fit`. This holds only in a step of all ranks: others may be idle.
         is_joint = not announcement and (is_of_all or group.num_due)
         if is_joint and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")

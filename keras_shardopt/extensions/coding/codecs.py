@@ -307,7 +307,7 @@ class Int4(_Quantized):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> ks.CrossShard("sgd", compression="int4").compression  # the short form
+        >>> ks.CrossShard("sgd", compression="int4").compression  # "int4" is short for Int4()
         Int4()
     """
 
@@ -326,7 +326,7 @@ class Int4(_Quantized):
         """Return one uint8 per two elements, and the scales of blocks."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
-        # NaN and infinity become 0 here, because the scale of their block is NaN, so all its elements decode to NaN.
+        # Integers cannot be NaN or infinite, so put 0. The scale of such a block is NaN, so it still decodes to NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]

@@ -104,7 +104,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum over all parts that were added, and discard it. Their number must be a power of two."""
+        """Return the sum of all values passed to `add`, and start again. Their number must be a power of two."""
         ((_, total),) = self._sums
         self._sums = []
         return total

@@ -90,7 +90,10 @@ def in_parts(
 def _each_part(
     step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
 ) -> Iterator[Any]:
-    """Yield the logs of `step` on each of this rank's parts of a batch. If needed, first sum divisors of losses."""
+    """Yield the logs of `step` on each of this rank's parts of a batch.
+
+    If losses are divided by sums over the whole batch, such as those of sample weights, first compute these sums.
+    """
 
     def count() -> list[Any]:
         counts = Subtrees()

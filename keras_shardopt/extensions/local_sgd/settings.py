@@ -82,7 +82,8 @@ class LocalSGD(Extension):
         self.warmup = warmup
         if isinstance(self.every, int) and self.fragments > self.every:
             raise ValueError(
-                "`fragments` must be at most `every`, because an update averages at most one fragment. "
+                "`fragments` must be at most `every`: all fragments of the weights are averaged in turn within `every` "
+                "updates, at most one in each. "
                 f"Received: fragments={fragments}, every={self.every}."
             )
         self.outer_optimizer = None if outer_optimizer is None else _checked(outer_optimizer)

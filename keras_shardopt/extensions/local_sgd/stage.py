@@ -466,7 +466,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores variables after skipped updates: if variables have a row per replica (JAX)."""
+        """Whether this stage restores variables after a skipped update. On JAX it does, if replicas are stacked."""
         return bool(self.stacked)
 
     @property

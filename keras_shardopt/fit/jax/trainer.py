@@ -1,8 +1,8 @@
 """The class that `prepare(model)` mixes in on JAX.
 
 Under a `keras.distribution`, one program computes gradients, metrics and batch statistics of the whole batch. Keras
-lacks two cases: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded for
-the transfer to the devices, and steps slice the padding off again, because XLA itself can shard an uneven number of
+lacks two cases: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded,
+because a transfer to the devices needs equal parts. The step slices the padding off again. XLA shards the remaining
 rows. For per-replica gradients, the forward pass, backward pass and reduction run in a `shard_map`. The update and the
 metrics stay outside.
 
@@ -11,8 +11,8 @@ divided, each process uses its own rows instead. Processes exchange their row co
 processes with different numbers of rows or batches would wait for each other forever.
 
 Private names of Keras touched here (a test checks that each exists):
-    `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
-        on) - builds the model from the first batch of this process; lists its unbuilt components.
+    `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build` (from 3.16 on) - builds the model from a batch.
+    `Model._get_unbuilt_components` (from 3.16 on) - lists the parts of the model that are not built.
     `Trainer._get_jax_state` - moves values out of the variables of a model into the training state.
     `Trainer._jax_state` - the training state, from which `jax_state_sync` restores the variables.
 """
