@@ -582,8 +582,8 @@ def the_checks_can_fail(scope):
 def what_cannot_be_right_is_refused(scope):
     adam = keras.optimizers.Adam
     for make, words in (
-        (lambda: keras.optimizers.LossScaleOptimizer(adam()), "LossScaleOptimizer needs all of them"),
-        (lambda: ks.VariableClipping(adam(), {"a": []}, 1.0), "VariableClipping needs all of them"),
+        (lambda: keras.optimizers.LossScaleOptimizer(adam()), "LossScaleOptimizer needs all gradients"),
+        (lambda: ks.VariableClipping(adam(), {"a": []}, 1.0), "VariableClipping needs all gradients"),
     ):
         refused(lambda: ks.CrossShard(make(), shard_state=True), ValueError, words)  # noqa: B023
     optimizer = ks.CrossShard(adam(global_clipnorm=1.0), shard_state=True)
