@@ -113,7 +113,7 @@ def test_ranks_that_want_different_things_all_raise(results):
 
 
 def test_without_prepare_unequal_numbers_of_batches_are_an_error_everywhere(results):
-    assert "this one continues, and only 1 of 3 continue" in str(results["unprepared"])
+    assert "this replica continues, and only 1 of 3 replicas continue" in str(results["unprepared"])
     assert results["unprepared all raised"]
     assert results["unprepared updates"] == 2
     assert results["unprepared difference"] == 0

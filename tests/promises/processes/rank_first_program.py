@@ -540,7 +540,7 @@ def compiled_after_the_block(scope):
     train = lambda: model.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
     words = warned(train)
     assert len(words) == scope.is_chief
-    assert all("or call `keras_shardopt.prepare(model)` after `compile`" in text for text in words), words
+    assert all("Call `keras_shardopt.prepare(model)` after `compile`" in text for text in words), words
     assert warned(train) == []
     plain = problem.model()
     plain.compile("sgd", "mse")
