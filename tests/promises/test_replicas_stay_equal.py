@@ -245,7 +245,7 @@ def test_callbacks_that_watch_a_metric_must_come_after(watcher):
     model = problem.model()
     model.compile("sgd", "mse")
     callbacks = [keras.callbacks.TerminateOnNaN(), WATCHERS[watcher](), ks.callbacks.SyncReplicas()]
-    with pytest.raises(ValueError, match=f"must stand before .* Received: `{watcher}` before it"):
+    with pytest.raises(ValueError, match=f"must stand before .* Received: `{watcher}` before `SyncReplicas`"):
         model.fit(x, y, callbacks=callbacks, verbose=0)
     for weight, start in zip(model.get_weights(), problem.start_weights()):
         np.testing.assert_array_equal(weight, start)
