@@ -34,7 +34,7 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """How reliable the result of `Communicator.gradient_state` is, and warnings about possible mistakes."""
+    """How reliable a result of `gradient_state` is, and warnings about possible mistakes in the user's step."""
 
     is_of_this_step: bool = True
     """Whether the result follows from losses of this training step, not from losses of an earlier step."""

@@ -1,7 +1,7 @@
 """The job of this process, read from its launcher's environment variables.
 
 To connect processes, a framework reads variables that the user or a launcher such as torchrun has set. Commands such as
-`srun` set other variables, with the index and number of each copy. `join` derives the framework's variables from these.
+`srun` start copies of a program, and set other variables. `join` derives the framework's variables from these.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def started_by() -> Task | None:
     job = os.environ.get("PMIX_NAMESPACE", _starter())
     if command == "flux run":
         local_size, job = size // _number("FLUX_JOB_NNODES", 1), os.environ.get("FLUX_JOB_ID", job)
-    # `srun --mpi=pmi2` sets PMI_SIZE like `mpiexec`, but no local size. Do not compare the numbers of copies, because
-    # `mpirun` inside a step of `srun` inherits variables of the step.
+    # `srun --mpi=pmi2` also sets PMI_SIZE. Unlike `mpiexec`, it sets no local size, and so is detected here.
     if found[-1][0] == "srun" and (command == "srun" or (command, local_size) == ("mpiexec", 0)):
         command, local_rank = "srun", _number("SLURM_LOCALID")
         hosts, local_size = _slurm_hosts(size, rank)
@@ -106,7 +105,7 @@ def started_by() -> Task | None:
 
 def _starter() -> str:
     """Return the id of the process that started all copies of this program on this machine."""
-    with contextlib.suppress(OSError, AttributeError):  # `mpiexec` starts the leader of each session
+    with contextlib.suppress(OSError, AttributeError):  # the parent of the session leader is `mpiexec`
         return _stat(os.getsid(0))[1]
     return str(os.getppid())
 

@@ -1,7 +1,7 @@
 """Finds the calling function or object if Keras does not pass it. Only this file inspects frames of the call stack.
 
-In these docstrings, "the caller" is the function that calls the helper. Results depend on the call structure of Keras
-and the frameworks, so each use of a helper has a test.
+In these docstrings, "your function" is the function that calls the helper. Results depend on the call structure of
+Keras and the frameworks, so each use of a helper has a test.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 
 def caller_module() -> str:
-    """Return the name of the module whose code called the function that calls this."""
+    """Return the name of the module that called your function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def caller_function() -> str:
-    """Return the name of the function that called the function that calls this."""
+    """Return the name of the function that called your function."""
     return sys._getframe(2).f_code.co_name
 
 
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
     """Return the `self` of a method on the call stack, or None. By default it is the method that called your function.
 
-    `further_out` is the number of frames above that method to skip. With `code`, the result is None if the frame that
-    is found runs other code.
+    `further_out` chooses a method that many calls further out. With `code`, return None unless that method has this
+    code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None

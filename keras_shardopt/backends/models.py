@@ -93,7 +93,7 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return the buffers that must be equal on all ranks: all after `prepare`, but none before it or in an epoch."""
+    """Return the buffers that must be equal on all ranks: those of a model after `prepare`, except during an epoch."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 

@@ -48,7 +48,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
         parts = [math.prod(mesh[name] for name in names) for names in divided]
         dimensions = sorted({d for d in chosen if d is not None})
         if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
-            # Of layouts with equally many parts, prefer to add axes to few dimensions, to undivided or else early ones.
+            # Prefer layouts with many parts. Among equals, add axes to few dimensions, then to undivided or early ones.
             already = sum(bool(axes[d]) for d in dimensions)
             found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
     return min(found)[-1]
@@ -239,9 +239,9 @@ def layout_of(variable: Variable) -> Any:
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
-    """Allow each process to assign these variables independently. The caller must compare all processes' values.
+    """Allow each process to assign these variables independently. The caller must ensure that all assign equal values.
 
-    By default, JAX compares each assigned value on all processes, so an assignment on one process would hang or fail.
+    Without this call, JAX compares an assigned value on all processes. An assignment on one process would hang or fail.
     """
     _replace_direct_assign()
     for variable in variables:

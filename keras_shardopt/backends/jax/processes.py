@@ -211,7 +211,7 @@ def _leave_at_once_on_errors() -> None:
             os._exit(statuses[0])
 
     sys.excepthook = hook
-    atexit.register(leave)  # runs before JAX's handler, because that is registered earlier
+    atexit.register(leave)  # the last registered handler runs first, so before JAX's
 
 
 def announce(call: str, number: int = 0) -> list[int]:

@@ -78,7 +78,7 @@ class ReplicaContext(Communicator):
         return self._concatenated(tensors, takes_part=True)
 
     def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """Concatenate each tensor over the group's replicas. With `takes_part`, use only the slices of this replica."""
+        """Concatenate the tensors of the group's replicas. With `takes_part`, use only this replica's slice of each."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
                 "On TensorFlow, this `compression` needs a `MirroredStrategy` in one process. Received: another "
@@ -216,7 +216,7 @@ def _objections(state: GradientState) -> Sequence[str]:
 
 
 def _doubts(seen: set[str]) -> list[str]:
-    """Return warnings about possible problems with the gradients of a step. `seen` has the notes on the losses."""
+    """Return warnings about gradients that may be wrong. `seen` has properties of the losses, such as `DIVIDED`."""
     doubts = []
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         doubts.append(_MIXTURE)

@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies this replica's notes on losses to the replica context of its caller."""
+    """Return a function that copies the notes on losses from this replica context to the one that calls it."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 
@@ -203,7 +203,7 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # A step can also divide a sum over rows by the rows of all replicas. The graph does not show that number.
+            # A sum over rows may have been divided by the rows of all replicas, a number that the graph does not show.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):

@@ -1,7 +1,7 @@
 """The processes of TensorFlow jobs, and their strategies.
 
 Private names of Keras touched here (a test checks that each exists):
-    `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` before `fit` fails.
+    `keras.src.backend.tensorflow.trainer` - the module whose calls of `strategy.reduce` make `fit` fail.
 
 Of TensorFlow: `tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended`, with
 `_initialize_local_devices` - chooses the devices of a worker, at most one CPU device.

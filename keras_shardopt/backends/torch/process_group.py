@@ -49,10 +49,10 @@ GRACE_SECONDS = 2.0
 """The additional waiting time if a collective fails before its timeout, because other ranks may be busy."""
 
 POLL_SECONDS = 1.0
-"""How often a rank that waits in a step reads the notes of other ranks."""
+"""How often a rank that waits in a step reads the notes that other ranks have written to the store."""
 
 AWAY_SECONDS = 4.0
-"""How long a waiting rank ignores another rank's note. That rank may only have ended the same step earlier."""
+"""How long a waiting rank ignores a note that another rank has left the step. That rank may just have completed it."""
 
 
 class _Group:
@@ -76,7 +76,8 @@ _open: _Group | None = None
 _store: dist.Store | None = None
 _num_groups = 0
 
-# The group for announcements. None means the default group. Keep no other reference, or the group could not end.
+# The group in which ranks announce their next calls. None means the default group. Keep no other reference, or the
+# group could not end.
 _announcements: Any = None
 
 # The group for layers' statistics. Keep a weak reference, because the group must end together with the default group.
@@ -87,7 +88,7 @@ def job_of_environment(needs_address: bool = False) -> tuple[int, int]:
     """Return the number of ranks that the launcher started, and the rank of this process.
 
     Raises:
-        ValueError: if the launcher's variables are invalid, or if `needs_address` and the address is missing.
+        ValueError: if the launcher's variables are invalid. Also if `needs_address` is true and the address is missing.
     """
     received = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     size, rank = (received.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
@@ -126,7 +127,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
-        # Announce with gloo on the host, so announcements never wait for a device.
+        # Use gloo on the host, so the ranks' announcements of their next calls never wait for a device.
         _announcements = dist.new_group(backend="gloo", **limit)
         _open = _Group(store, timeout)
     except RuntimeError as error:
@@ -276,7 +277,7 @@ def announce_async(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 _STEP = "makes a step of a prepared model"
 UPDATE = "reduces the gradients of an update"
 EXCHANGE = "exchanges tensors"
-"""The text after "rank 0" in errors about a collective that ranks have not announced."""
+"""Descriptions of calls for errors, as in "rank 0 exchanges tensors"."""
 
 
 def can_promise_steps() -> bool:
@@ -351,12 +352,12 @@ def _error_elsewhere(group: _Group, announcement: int, is_of_all: bool) -> str |
     found: list[str] = []
 
     def read_notes() -> None:
-        # A rank that announced a later call has left `fit`. This holds only in a step of all ranks: others may be idle.
+        # If this is a step of all ranks, a rank that has announced a later call has left the step.
         is_joint = not announcement and (is_of_all or group.num_due)
         if is_joint and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
-        # Ignore errors that this rank also had, and errors before a later announcement of all ranks.
+        # Ignore errors that this rank also had, and errors from before the last call that all ranks have announced.
         if number > max(group.announced_at_error, group.num_announced - (2 if announcement else 1)):
             found.append(words)
 

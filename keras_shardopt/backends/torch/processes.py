@@ -140,7 +140,7 @@ def _variables_of(task: jobs.Task) -> dict[str, str]:
         "WORLD_SIZE": str(task.size),
         "RANK": str(task.rank),
         "LOCAL_WORLD_SIZE": str(task.local_size),
-        "LOCAL_RANK": str(task.local_rank % max(1, torch.cuda.device_count())),  # the only GPU, if SLURM divides them
+        "LOCAL_RANK": str(task.local_rank % max(1, torch.cuda.device_count())),  # 0 if SLURM gives each copy one GPU
         "MASTER_ADDR": task.address,
         "MASTER_PORT": str(task.port),
     }
