@@ -1,4 +1,4 @@
-"""Counts the work (FLOPs and bytes) of each variable's update, in a trial without values. All replicas count alike."""
+"""Counts the work (FLOPs and bytes) of each variable's update, in a trial update on tensors without values."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tu
         needs values, each pair is (size of the variable, 1).
     """
     by_size = [(float(size_of(variable)), 1) for variable in variables]
-    # Costs are those of a trial update on tensors without values. An optimizer of another package could keep them.
+    # Costs come from a trial update on tensors without values. An optimizer of another package could keep such tensors.
     if _work is None or not type(optimizer).__module__.startswith(("keras.", "keras_shardopt.")):
         return by_size
     try:
-        # Without `use_ema=False`, the trial of each kind would also update the moving averages of all variables.
+        # With `use_ema`, an update of one variable would also update the moving averages of all variables.
         outside = fresh_copy(optimizer, **VISIBLE, use_ema=False)
         config = outside.get_config()
         with _work.without_memory():

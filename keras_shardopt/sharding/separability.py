@@ -206,7 +206,7 @@ class _Probe:
         random = np.random.default_rng(seed)
         values = random.normal(size=shape).astype("float32")
         size = int(np.prod(shape))
-        # The second half is much larger, so that statistics over both halves differ.
+        # Gradients are much larger in the second half, so statistics of a half differ from those of the whole.
         factors = np.where(np.arange(size) < size // 2, 1.0, 30.0).reshape(shape) * scale
         grads = [(random.normal(size=shape) * factors * s).astype("float32") for s in _SCALES]
         self.variable = variable

@@ -251,7 +251,7 @@ class FlatShards(Shards):
     def _with_own_elements(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         # Drop variables without elements on this replica, because an update of an empty matrix runs as many kernels as
         # of a full one. Keep them if all updates are element-wise, and so cheap. Also keep them if no other variable
-        # decays, because Keras' weight decay would fail.
+        # decays, because Keras' weight decay fails without a variable to decay.
         mine = [(i, grad) for i, grad in pairs if i in self._own_pieces or i not in self._owners]
         if all(self._may_split) or not any(self._leaf._use_weight_decay(v) for v in self._leaf_variables(mine)):
             return pairs
