@@ -149,7 +149,7 @@ def hand_over(
 
 
 def _is_power_of_two(factor: Tensor) -> bool:
-    """Whether the factor is a power of two with a normal inverse. False if reading it would wait for a device."""
+    """Whether the factor is a power of two with an exact inverse. False if reading it would wait for a device."""
     if not runtime.is_cheap_to_read(factor):
         return False
     mantissa, exponent = math.frexp(float(factor))
@@ -319,7 +319,7 @@ def _lion(optimizer: keras.optimizers.Lion, learning_rate: Any, columns: Columns
     for w, g, m in columns.pieces():
         buffer = buffer if buffer.shape == m.shape else torch.empty_like(m)
         torch.mul(m, optimizer.beta_1, out=buffer).add_(g, alpha=1 - optimizer.beta_1)
-        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)  # while both are in the cache
+        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)  # now, while m and g are in the cache
         w.add_(buffer.sign_(), alpha=-rate)
 
 
