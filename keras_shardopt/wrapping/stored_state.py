@@ -222,7 +222,7 @@ def check_groups(own: Any, stored: Any) -> None:
 def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
     """Raise ValueError if arrays of the right shapes belong to other variables or another optimizer."""
     mine, kind = own.slots, own.kind
-    # Older files, without the optimizer's class, contain names with changed numbers. There, ignore all numbers.
+    # Files without the optimizer's class are old, and the numbers in their names can differ. For these, ignore numbers.
     comparable = without_counters if metadata.kind else without_numbers
     keys = [key for key in mine if key in metadata.slots]
     found, wanted = ([_comparable_slot(names[key], comparable) for key in keys] for names in (metadata.slots, mine))

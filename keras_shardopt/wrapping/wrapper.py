@@ -202,7 +202,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return []
 
     def _on_outer_loss_scaling(self) -> None:
-        """Handle a `keras.optimizers.LossScaleOptimizer` around this wrapper, directly or further out."""
+        """Called if a `keras.optimizers.LossScaleOptimizer` is around this wrapper, directly or further out."""
         if isinstance(self.inner, OptimizerWrapper):
             self.inner._on_outer_loss_scaling()
 
@@ -213,7 +213,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         if self.built:
             return
         variables = list(variables)
-        if _is_in_loss_scaling("build"):  # the loss scaling is around a `MultiOptimizer`
+        if _is_in_loss_scaling("build"):  # finds also a loss scaling around a `MultiOptimizer`
             self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
