@@ -236,7 +236,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
-        self.scope_inside.give_to(self._inside)  # a wrapper may have been added outside this optimizer
+        self.scope_inside.give_to(self._inside)  # again, in case another scope was assigned since the constructor
         with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 

@@ -189,7 +189,7 @@ class MixedPrecision(ScaledUpdate):
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
-        # If TensorFlow builds during the first step, that step's loss already contains the gradients of penalties.
+        # If TensorFlow builds this optimizer during the first step, that step's gradients include those of penalties.
         self._penalties_are_in_the_loss = not self.built and self._loss_came_before_build
         super().apply(grads, trainable_variables)
         self._penalties_are_in_the_loss = False
