@@ -30,7 +30,7 @@ _measuring: Any = for_backend(
 )
 
 _NUM_UNMEASURED = 3
-"""The first steps of a `fit` compile, so they are not measured."""
+"""The number of steps at the start of a `fit` that are not measured, because they compile."""
 
 _NUM_ROWS = 32
 """The number of rows in a timed forward pass, if the model's input does not set one."""
@@ -226,7 +226,7 @@ class StepReport(keras.callbacks.Callback):
                 with timed("input"):
                     data = itertools.chain([next(data)], _timed_input(data))
             found = real(*state, data)
-            if waits:  # processes wait for each other before the next step anyway
+            if waits:  # waiting here costs nothing, because all processes wait before the next step
                 keras.tree.map_structure(keras.ops.convert_to_numpy, found[0] if state else found)
             return found
 

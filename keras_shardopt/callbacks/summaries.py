@@ -96,7 +96,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._updates_before: dict[str, int] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Builds `model.optimizer` if needed, and starts to record the built optimizers."""
+        """Builds `model.optimizer` unless it is built, and starts to record the built optimizers."""
         model = self.model
         self._optimizers = _by_prefix(model)
         optimizer = self._optimizers.get("")
