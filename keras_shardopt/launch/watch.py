@@ -37,7 +37,7 @@ class Watch:
         self._beats: dict[int, tuple[int, float, tuple[int, int, str]]] = {}
         for file in self._files.values():
             file.unlink(missing_ok=True)
-        # Empty, because this job can be started by a process of a watched one.
+        # Set it even if it is empty, because a job that is watched can start this job, and would pass on its directory.
         self.environment = {jobs.HEARTBEATS: directory, **({"PYTHONFAULTHANDLER": "1"} if directory else {})}
 
     def hung(self, running: Collection[int]) -> str:
@@ -47,7 +47,7 @@ class Watch:
         for rank, file in self._files.items():
             try:
                 beat = json.loads(file.read_text())
-                changed = file.stat().st_mtime_ns  # after the line: a new `fit` must not get the time of the one before
+                changed = file.stat().st_mtime_ns  # read after the line, or a new line could get an old time
             except (OSError, ValueError):  # not in `fit` yet, an empty file on a full disk, or the user removed it
                 self._beats.pop(rank, None)
                 continue
