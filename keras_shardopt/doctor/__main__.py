@@ -62,7 +62,7 @@ def _gathered(mine: facts.Facts, seconds: float) -> tuple[list[facts.Facts], int
 
 
 class _Stopped(BaseException):
-    """The launcher has ended this process, because another process has failed."""
+    """Raised when the launcher ends this process, because another process has failed."""
 
 
 def _stop(number: int, frame: Any) -> NoReturn:
