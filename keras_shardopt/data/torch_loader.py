@@ -101,7 +101,7 @@ class PartOfSampler:
 class PartOfStream:
     """This process's rows of an `IterableDataset`: every n-th row, with n processes.
 
-    Reading or setting an attribute accesses the dataset, because a user's `worker_init_fn` may set attributes.
+    Attributes are read from the dataset and set on it, because a user's `worker_init_fn` may set them.
     """
 
     _dataset: Any
