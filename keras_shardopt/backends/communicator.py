@@ -202,8 +202,8 @@ def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
     """Group tensors, in the given order, into buckets of at most `bucket_bytes`. Yield lists of their positions.
 
-    `order` lists the positions of the tensors and must not be empty. `num_bytes` has the size of each tensor. A larger
-    tensor has its own bucket.
+    `order` lists the positions of the tensors and must not be empty. `num_bytes` has the size of each tensor. A tensor
+    above the limit has its own bucket.
     """
     bucket: list[int] = []
     size = 0

@@ -38,7 +38,7 @@ run inside a step of `srun`."""
 
 
 HEARTBEATS = "KERAS_SHARDOPT_HEARTBEATS"
-"""The variable with the directory in which the launcher finds the last step of each process."""
+"""The environment variable for a directory of files. Each process writes its last step there, for the launcher."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +134,14 @@ def _number(variable: str, default: int = 0) -> int:
 
 
 def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
-    """Return the machine of each task in this SLURM step, or only of the first, and the task count of this machine."""
+    """Return the machine of each task in this SLURM step (perhaps only of the first), and the tasks on this machine."""
     nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     counts = _tasks_per_node()
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
     # By default, SLURM assigns tasks in blocks. Otherwise only the first task is certain to be on the first machine.
     is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    # Test the name of SLURM's distribution too, because the first test can differ between tasks. With one task per
-    # machine, ignore the name, because SLURM can then call blocks "cyclic".
+    # Test the name of SLURM's distribution too, because the test above can differ between tasks. With one task per
+    # machine, any name counts as blocks: SLURM can then call blocks "cyclic".
     is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number("SLURM_NODEID")
     return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1

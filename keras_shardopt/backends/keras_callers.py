@@ -15,20 +15,20 @@ from typing import Any
 
 
 def caller_module() -> str:
-    """Return the name of the module that called your function."""
+    """Your function calls this helper. Return the name of the module that called your function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def caller_function() -> str:
-    """Return the name of the function that called your function."""
+    """Your function calls this helper. Return the name of the function that called your function."""
     return sys._getframe(2).f_code.co_name
 
 
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
-    """Return the `self` of a method on the call stack, or None. By default it is the method that called your function.
+    """Your function calls this helper. Return the `self` of the method that called your function, or None.
 
-    `further_out` chooses a method that many calls further out. With `code`, return None unless that method has this
-    code.
+    `further_out` chooses a method that many calls further out instead. With `code`, return None if the method runs
+    other code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None

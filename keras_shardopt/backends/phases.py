@@ -70,7 +70,7 @@ def change(phase: str | None) -> None:
 
 
 class timed(contextlib.ContextDecorator):
-    """Context manager and decorator: the block or function belongs to a phase, such as "input"."""
+    """Context manager and decorator that counts the time of a block or function for a phase, such as "input"."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase

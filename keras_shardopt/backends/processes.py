@@ -41,7 +41,7 @@ class World:
     """Whether models made in the `with` block of `data_parallel()` still need this setup after the block."""
 
     forget: Callable[[], None] = lambda: None
-    """Resets the recorded number of replicas. Called when `data_parallel()` is closed for good, not at each exit."""
+    """Resets the recorded number of replicas. Called by `close()` of `data_parallel()`, but not when its block ends."""
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ class PaddedShards(OneProgramShards):
         variable = self.variables[i]
         if i not in self._divided:
             return variable
-        # Before each update, each replica assigns its slice of the weights to its copy of this variable.
+        # Start with zeros: before each update, each replica assigns its slice of the weights to its copy.
         arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
         with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)

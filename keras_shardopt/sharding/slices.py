@@ -103,7 +103,7 @@ class FlatShards(Shards):
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
-        if i not in self._owners:  # empty, or has `overwrite_with_gradient` and is exchanged whole
+        if i not in self._owners:  # it is empty, or not divided because it has `overwrite_with_gradient`
             return variable
         piece = self._own_pieces.get(i)
         if piece is not None and not self._may_split[i]:

@@ -161,7 +161,7 @@ class Rollback:
                 _saved.save_once(variable)
             return
         self._discard()
-        if is_compiled and len(self._assigned) < len(self.variables):  # compiled code does not call `_assign`
+        if is_compiled and len(self._assigned) < len(self.variables):  # compiled code skips `_assign`, so include all
             self._assigned.update((id(variable), variable) for variable in self.variables)
         variables = list(self._assigned.values())
         values = [variable._value for variable in variables]

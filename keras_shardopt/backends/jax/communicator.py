@@ -108,8 +108,7 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 
 def spans_processes(num_replicas: int) -> bool:
-    """Return whether the replicas are the devices of several processes, judged by their number."""
-    # A process has fewer devices than the job. If replicas are as many as all devices, they span several processes.
+    """Return whether the replicas span several processes. They do if they are as many as all devices of the job."""
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 

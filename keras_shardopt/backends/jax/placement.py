@@ -225,7 +225,7 @@ def shard_counts(variables: Sequence[Variable]) -> tuple[list[int], int]:
 
 
 def by_rows(tensor: Tensor, is_divided: bool) -> Tensor:
-    """Place a tensor on all devices of the distribution: a slice of its rows on each if `is_divided`, or all rows."""
+    """Place a tensor on all devices: with `is_divided`, a slice of its rows on each device, otherwise all rows."""
     distribution = keras.distribution.distribution()
     if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
         return tensor
@@ -319,7 +319,7 @@ def _axes_of(variable: Variable) -> Axes:
 
 
 def _state_axes(variable: Variable, distribution: Any) -> Axes:
-    """Return the mesh axes that divide each dimension of a variable's optimizer state, all axes if possible."""
+    """Return the mesh axes that divide each dimension of a variable's optimizer state. Uses all axes if possible."""
     return with_free_axes(variable.shape, _axes_of(variable), _mesh_of(distribution))
 
 
@@ -438,7 +438,7 @@ def _devices_of(layout: Any) -> list[str]:
 
 
 def _num_devices_of(value: Any) -> int:
-    """Return the number of devices of an array, or of a tracer according to its type."""
+    """Return the number of devices that hold an array. For a tracer, its type contains this number."""
     if isinstance(value, jax.core.Tracer):
         mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
         return max(1, getattr(mesh, "size", 1))

@@ -24,28 +24,28 @@ from keras.src.losses import loss as keras_loss
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 
 DIVIDED = "divided"
-"""The note on a loss that is divided by the number of replicas, or is a plain sum. Its gradients must be summed."""
+"""Recorded for a loss that is divided by the number of replicas, or is a plain sum. Its gradients must be summed."""
 
 BY_NUMBER = "by number"
-"""The note on a loss that Keras, TensorFlow or this package certainly divided by the number of replicas."""
+"""Recorded for a loss that Keras, TensorFlow or this package certainly divided by the number of replicas."""
 
 UNDIVIDED = "undivided"
-"""The note on a loss that Keras could not divide, because the loss function returned a scalar."""
+"""Recorded for a loss that Keras could not divide, because the loss function returned a scalar."""
 
 BARE_TERM = "bare term"
-"""The note on a wrong loss: one term is divided by the number of replicas, and another term is not."""
+"""Recorded for a wrong loss: one term is divided by the number of replicas, and another term is not."""
 
 OWN_WEIGHTS = "own weights"
-"""The note on a loss divided by the sum of sample weights of this replica's rows instead of all rows."""
+"""Recorded for a loss divided by the sum of sample weights of this replica's rows instead of all rows."""
 
 BY_HAND = "by hand"
-"""The note on a step that reads the number of replicas, probably to divide a loss."""
+"""Recorded for a step that reads the number of replicas, probably to divide a loss."""
 
 SUM = "sum"
-"""The note on a loss that is a sum over rows, perhaps divided by a constant."""
+"""Recorded for a loss that is a sum over rows, perhaps divided by a constant."""
 
 IN_MODEL = "in model"
-"""The note on a step that is a method of a model, such as `train_step`, not a custom function."""
+"""Recorded for a step that is a method of a model, such as `train_step`, not a custom function."""
 
 _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
@@ -61,14 +61,14 @@ _LIBRARIES = ("tensorflow", "keras", "keras_shardopt")
 
 
 def note(what: str) -> None:
-    """Note a property of the losses of this replica's step. Does nothing outside a step."""
+    """Record a property of the losses of this replica's step, such as `DIVIDED`. Does nothing outside a step."""
     context = tf.distribute.get_replica_context()
     if context is not None and _num_replicas.fget(context.strategy) > 1:
         vars(context).setdefault(_NOTES, set()).add(what)
 
 
 def note_divided(loss: Any, adds_up: bool = False) -> Any:
-    """Return `loss`, and note that its gradients must be summed over replicas. `adds_up` marks a plain sum."""
+    """Return `loss`, and record that its gradients must be summed over replicas. `adds_up` marks a plain sum."""
     note(DIVIDED)
     if not adds_up:
         note(BY_NUMBER)
@@ -99,7 +99,7 @@ def logged(loss: Any) -> Any:
 
 
 def noted() -> set[str]:
-    """Return the notes on the losses of this replica's step."""
+    """Return the properties that `note` has recorded for this replica's step."""
     context = tf.distribute.get_replica_context()
     found: set[str] = set() if context is None else vars(context).get(_NOTES, set())
     return set(found) if model_of_step() is None else found | {IN_MODEL}
@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies the notes on losses from this replica context to the one that calls it."""
+    """Return a function that copies the properties that `note` has recorded to the replica context that calls it."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 
@@ -145,7 +145,7 @@ _reduce_in_keras = keras_loss.reduce_values
 
 @tf.autograph.experimental.do_not_convert
 def _reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
-    """Replaces Keras' function of that name, to note whether it divides the loss."""
+    """Replaces Keras' function of that name, to record whether it divides the loss."""
     loss = _reduce_in_keras(values, sample_weight, reduction)
     if reduction in (None, "none"):
         return loss
@@ -162,12 +162,12 @@ _scale_in_keras = keras_loss.scale_loss_for_distribution
 
 @tf.autograph.experimental.do_not_convert
 def _scale_loss_for_distribution(value: Any) -> Any:
-    """Replaces Keras' function of that name, to note that it divides the value."""
+    """Replaces Keras' function of that name, to record that it divides the value."""
     return note_divided(_scale_in_keras(value))
 
 
 def noting_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of TensorFlow that divides a loss, to note that its result is divided."""
+    """Wrap a function of TensorFlow that divides a loss, to record that its result is divided."""
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         divided = vars(context).get(_TENSORS, [])
         kinds = set()
         # Search the terms only in a graph, because eager tensors do not record their inputs. Do not note mixed terms
-        # (BARE_TERM) after UNDIVIDED, because that note leads to a warning of its own.
+        # (BARE_TERM) after UNDIVIDED, because UNDIVIDED already leads to a warning.
         if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
             kinds = _terms(target, names, _num_replicas.fget(context.strategy))
@@ -203,7 +203,7 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # A sum over rows may have been divided by the rows of all replicas, a number that the graph does not show.
+            # Exclude sums over rows too. They can be divided by all replicas' rows, which the graph does not show.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):
@@ -292,7 +292,7 @@ def _holds_number(value: Any, num_replicas: int) -> bool:
 
 
 def _adds_up_rows(loss: Any) -> bool:
-    """Return whether each term of a scalar in a graph is a sum over rows, divided at most by a static number."""
+    """Return whether each term of a scalar in a graph is a sum over rows, perhaps divided by a constant."""
     is_sum, pending = False, [loss]
     while pending:
         tensor = pending.pop()
@@ -321,7 +321,7 @@ _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync
 
 
 def noting_reads(in_tensorflow: property) -> property:
-    """Wrap the property `num_replicas_in_sync` to note each read by a training step."""
+    """Wrap the property `num_replicas_in_sync` to record each read by a training step."""
 
     def num_replicas_in_sync(strategy: Any) -> int:
         # Note only reads by the user's step, which probably divides by the number. TensorFlow and Keras read the number

@@ -237,7 +237,7 @@ has no such variable."""
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
-    """Restrict a copy of the program to its share of the GPUs. Return the copy's `TF_CONFIG`."""
+    """Restrict this copy of the program to its share of the GPUs. Return its environment variable `TF_CONFIG`."""
     if len(task.hosts) < task.size:
         raise RuntimeError(
             f"On TensorFlow each process needs the addresses of all other processes, but `{task.command}` does not set "
@@ -375,7 +375,7 @@ def gather(strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarr
 @functools.cache
 def _exchange(strategy: tf.distribute.Strategy, length: int) -> Any:
     """Return a function that stacks vectors of this length from all replicas."""
-    del length  # one function per length, or TensorFlow warns of repeated traces
+    del length  # only a key of the cache: TensorFlow warns if one function is traced for several lengths
 
     def on_replica(vector: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()

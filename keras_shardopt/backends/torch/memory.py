@@ -73,7 +73,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """Return a new tensor for an all-gather, with a row per rank: `own` in the given row, zeros elsewhere."""
+        """Return a new tensor for an all-gather, with a row per rank: `own` at index `row`, zeros elsewhere."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made

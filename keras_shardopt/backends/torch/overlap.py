@@ -79,7 +79,7 @@ class Buckets:
         """The object that encodes the gradients of the last reduction, until `release`. None without a codec."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
-        """Where the last result of `reduce` is not finite (`Step.found_inf`). None without `checks_finite`."""
+        """Whether, and where, the last result of `reduce` is not finite. None without `checks_finite`."""
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
@@ -403,7 +403,7 @@ class Buckets:
                 "different ranks. Do not skip an update on some ranks only. A program that catches an exception of an "
                 "update must catch it on all ranks."
             )
-        # On a GPU, ranks without late gradients do not read the flags, so they would not send their gradients again.
+        # On a GPU, ranks with unchanged gradients do not read the flags, so they would not send these gradients again.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
                 "On a GPU, gradients must not change after they were sent, unless they change on all ranks. Received: "
@@ -541,7 +541,7 @@ def can_bucket(variables: Sequence[Variable]) -> bool:
 
 @torch.compiler.disable
 def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
-    """Return `Buckets(replicas, variables, *arguments)`, or None if unsupported. All processes must make this call."""
+    """Return `Buckets` of these arguments, or None if they do not support it. All processes must make this call."""
     if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
         return None
     return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

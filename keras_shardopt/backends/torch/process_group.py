@@ -56,7 +56,7 @@ AWAY_SECONDS = 4.0
 
 
 class _Group:
-    """A default process group that `open_group` has opened, and counts of its announcements."""
+    """A default process group that `open_group` has opened, and counts of the calls that this rank has announced."""
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
         self.store = store
@@ -185,7 +185,7 @@ def job_store() -> Any:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Wait until all ranks have made this call, at most for the timeout of the group, or `seconds` without one.
+    """Wait until all ranks have made this call. The limit is the timeout of the group, or `seconds` if it has none.
 
     Raises:
         RuntimeError: if a rank does not arrive in time, or the rank that hosts the store has ended.
@@ -342,7 +342,7 @@ def _write_note(group: _Group, key: str, num_announced: int, words: str = "") ->
 
 
 def _read_note(group: _Group, key: str) -> tuple[int, str]:
-    """Return a note: how many announcements its rank had made, and the text. -1 and "" if the store has no note."""
+    """Return a note in the store: how many calls its rank had announced, and the text. -1 and "" without a note."""
     number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
     return int(number), words
 
