@@ -26,7 +26,7 @@ _SMALL = 0.01
 """Variables up to this fraction of an equal share are small: dividing them saves no memory."""
 
 _SMOOTHNESS = 10
-"""`_owners` minimizes the sum of the replicas' loads to this power, which approximates the largest load."""
+"""`_owners` minimizes the sum of the replicas' loads, each to this power. The largest load dominates this sum."""
 
 
 def divide(
@@ -84,7 +84,7 @@ def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
 
 
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:
-    """Divide `amount` among replicas so their total loads are as equal as possible. Return the share of each."""
+    """Divide `amount` among replicas that already have `loads`. Totals are as equal as possible. Return the shares."""
     low, high = min(loads), max(loads) + amount
     while low < high:  # find the lowest level with enough room
         level = (low + high) // 2

@@ -152,7 +152,7 @@ def keep_exclusions(
     variables: Sequence[Variable],
     inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
-    """Exclude from weight decay the variables that inner optimizers update in place of excluded variables.
+    """If a variable is excluded from weight decay, exclude also the variable that inner optimizers update instead.
 
     `inside_for` returns the variables that inner optimizers update in place of its argument.
     """
@@ -222,7 +222,7 @@ class _Probe:
 
 
 def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of an empty variable of the same rank (at least 1)."""
+    """Return the shape of an empty variable with as many dimensions as `shape` (at least 1)."""
     return (0,) * max(1, len(shape))
 
 

@@ -179,7 +179,7 @@ class OneProgramShards(Shards):
 
 
 def flat_range(array: Any, start: int, stop: int) -> np.ndarray:
-    """Return elements `start` to `stop` of a flattened array. Of an array in a checkpoint, only these are read."""
+    """Return elements `start` to `stop` of a flattened array. From an array in a checkpoint, read only these."""
     if hasattr(array, "flat_range"):
         return array.flat_range(start, stop)
     return np.array(array).reshape(-1)[start:stop]
