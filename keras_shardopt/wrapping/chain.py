@@ -115,7 +115,7 @@ def _inner_of(optimizer: object) -> Any:
 
 
 def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
-    """Return the optimizer that `identifier` is, names or configures. Errors contain `caller` and `argument`."""
+    """Return the optimizer for an optimizer, its name or its config. Errors contain `caller` and `argument`."""
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):

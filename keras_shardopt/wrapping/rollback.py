@@ -65,7 +65,7 @@ class Rollback:
         self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _SavedValue] = {}
         self.snapshots: list[Variable] = []
-        """The values of `variables` at the start of the accumulation window, for compiled steps."""
+        """The values of `variables` before the first micro-batch of the current update, for compiled steps."""
         runs_each_step = runtime.version(optimizer._iterations) is not None  # None if Python does not run in each step
         if accumulators is not None and not runs_each_step and add_variable is not None:
             self.snapshots = [
@@ -206,7 +206,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If more gradients follow (`more_comes`), an `apply` in the block that updates nothing is not a skipped update."""
+    """If more gradients follow (`more_comes`), do not count an `apply` in the block that updates nothing as skipped."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -373,7 +373,7 @@ class _SavedValues(threading.local):  # because TensorFlow's replicas are thread
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
     def entry(self, variable: Variable, value: Tensor) -> _SavedValue:
-        """Return an entry with the value. The entry is deleted together with the variable."""
+        """Return an entry for `values`. It is deleted together with the variable."""
         key, values = id(variable), self.values
         return _SavedValue(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 
@@ -414,7 +414,7 @@ def save_before_assignment(variable: Variable) -> None:
 
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
-    """Replace `keras.Variable.assign`: save the old value first."""
+    """Replaces `keras.Variable.assign`. Saves the old value first."""
     # On backends other than TensorFlow, compiled code has no concrete value to save.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _saved.before_assignment(variable)
