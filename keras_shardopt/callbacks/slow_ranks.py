@@ -59,7 +59,7 @@ class Slow(NamedTuple):
 
 
 def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return seconds as an array with a row per process and columns `PHASES` and `PROBES`. Computes "sending"."""
+    """Return seconds as an array: a row per process, columns `PHASES` and `PROBES`. "sending" is the least wait."""
     table = np.insert(np.array(rows, "float64"), len(PHASES) - 1, 0.0, axis=1)
     waiting, sending = len(OWN), len(OWN) + 1
     table[:, sending] = table[:, waiting].min()
