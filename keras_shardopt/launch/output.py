@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import IO
 
 _LONGEST_LINE = 1 << 20
-"""A longer line is cut, because each new piece of a line copies all of it."""
+"""The maximum length of a line. A longer line is cut, because each new piece of a line copies the whole line."""
 
 
 class Output:

@@ -87,7 +87,7 @@ def _wait(
 ) -> tuple[int | None, str]:
     """Waits until all processes end, and ends them if a process fails or hangs.
 
-    Returns the failed process's index, or None; and the positions of all processes if one hangs, otherwise "".
+    Returns the failed process's index, or None; and if a process hangs, a text with the steps of all, otherwise "".
     """
     failed: int | None = None
     hung = ""

@@ -41,7 +41,7 @@ class Watch:
         self.environment = {jobs.HEARTBEATS: directory, **({"PYTHONFAULTHANDLER": "1"} if directory else {})}
 
     def hung(self, running: Collection[int]) -> str:
-        """Returns the position of each process if one of `running` made no step for too long; otherwise ""."""
+        """Returns a text with each process's step if one of `running` made no step for too long; otherwise ""."""
         before, self._called = self._called, time.monotonic()
         self._clock += min(self._called - before, _MOST_SECONDS)
         for rank, file in self._files.items():
