@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """Return a finite number above 0."""
+    """Return `text` as a number. Raise an error unless it is finite and above 0."""
     seconds = float(text)
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"give a finite number of seconds above 0, and not {text}")

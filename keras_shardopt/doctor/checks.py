@@ -215,7 +215,7 @@ def _devices(ranks: Ranks) -> Iterator[Finding]:
 
 
 _THREADS = {"PyTorch": "OMP_NUM_THREADS", "TensorFlow": "TF_NUM_INTRAOP_THREADS", "JAX": "NPROC"}
-"""By framework, the environment variable for its number of threads. By default a framework uses all cores."""
+"""By framework, the environment variable for its number of threads. Without it, a framework uses all cores."""
 
 
 def _threads(ranks: Ranks) -> Iterator[Finding]:

@@ -141,7 +141,7 @@ def _cores() -> Facts:
 
 
 def _cgroup(name: str, controller: str = "") -> Iterator[str]:
-    """Yield the contents of a file in this process's control group and its parents. Version 2 has `controller` ""."""
+    """Yield a file's contents in this process's control group and its parents. In version 2, `controller` is ""."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
