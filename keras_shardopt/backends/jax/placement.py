@@ -239,7 +239,7 @@ def layout_of(variable: Variable) -> Any:
 
 
 def allow_local_assignment(variables: Sequence[Variable]) -> None:
-    """Allow each process to assign these variables independently. The caller must ensure that all assign equal values.
+    """Allow each process to assign these variables independently. The caller must check that all values are equal.
 
     Without this call, JAX compares an assigned value on all processes. An assignment on one process would hang or fail.
     """

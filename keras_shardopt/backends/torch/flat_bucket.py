@@ -46,7 +46,7 @@ class FlatBucket:
     """The maximum number of buckets in transfer at a time. No limit here, because each bucket has its own memory."""
 
     transfer: Any = None
-    """The object that encodes gradients in the current reduction (`update/transport.py`). None without a codec."""
+    """The object that encodes gradients in the current reduction. None if the gradients are sent unencoded."""
 
     failure: str = ""
     """A description of an error on this rank before sending, or ""."""

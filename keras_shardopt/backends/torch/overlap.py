@@ -76,7 +76,7 @@ class Buckets:
         self._ranks = ranks
         make, self._begin_transfer = made
         self.transfer: Any = None
-        """The object that encodes the gradients of the last reduction, until `release`. None without a codec."""
+        """The object that encoded the gradients of the last reduction, until `release`. None if sent unencoded."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
         """Whether, and where, the last result of `reduce` is not finite. None without `checks_finite`."""
@@ -131,7 +131,7 @@ class Buckets:
         self._returned: list[Tensor | None] = []
         self._window: Window | None = None
 
-    # Use `__del__` instead of `weakref.finalize`, because `torch.compile` would guard on the registry of the latter.
+    # Use `__del__`, because `torch.compile` would recompile when the registry of `weakref.finalize` changes.
     def __del__(self) -> None:
         _remove_hooks(getattr(self, "_hooks", []))
 
@@ -514,7 +514,7 @@ class _Listener:
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()
         if buckets is not None and buckets._is_running:
-            # Skip `no_grad` if possible, to save time: a hook needs it only in a backward pass that is differentiated.
+            # Gradients are enabled here only if the backward pass is differentiated. Otherwise skip `no_grad`.
             take = torch.no_grad()(buckets._take) if torch.is_grad_enabled() else buckets._take
             take(self._i, parameter)
 

@@ -292,7 +292,7 @@ def add_promised_steps(num_steps: int) -> None:
 
 
 def note_error(words: str) -> None:
-    """Write a note for waiting ranks that this rank has left a joint call, such as `fit`, with an error."""
+    """Write a note for waiting ranks: this rank has left a call of all ranks, such as `fit`, with an error."""
     if _open is not None:
         _open.announced_at_error = _open.num_announced
         _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
