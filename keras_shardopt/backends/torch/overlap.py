@@ -345,7 +345,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients, again if one changed on any rank. Return the results, added to earlier ones if `adds`."""
+        """Send all gradients. Repeat this if one changed on any rank. Return the sums, plus earlier ones if `adds`."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:

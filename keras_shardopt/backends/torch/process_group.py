@@ -207,7 +207,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
 
 
 def _leave_message(words: str | None) -> None:
-    """Store a message that other ranks add to their errors. None deletes the message, once all ranks have arrived."""
+    """Write a message to the store. Other ranks add this message to their errors. None deletes the message."""
     if _open is not None and (words is not None or _open.has_left_message):
         with contextlib.suppress(RuntimeError):
             _open.store.delete_key(_MESSAGE) if words is None else _open.store.set(_MESSAGE, words)
