@@ -138,7 +138,7 @@ def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     if _in_keras_too and processes.num_replicas() > 1:
         return _moments_in_keras(layer, inputs, mask)
     runtime.no_compile(_warn_of_local_statistics, layer)
-    # Without a mask, Keras's method can raise for a synchronized layer. With a mask, the method ignores `synchronized`.
+    # Call Keras's method only with a mask. Without one, the method can raise an error for a synchronized layer.
     return ops.moments(inputs, layer._reduction_axes) if mask is None else _moments_in_keras(layer, inputs, mask)
 
 

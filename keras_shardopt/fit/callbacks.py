@@ -72,7 +72,7 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        # Keep Keras's function inside `keras.src`, because `model.save` calls it there. `save` must not call itself.
+        # Do not replace the function inside `keras.src`: `model.save` calls it there, so `save` would call itself.
         if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
@@ -136,7 +136,7 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # If `show` has stored no metrics, read the logs of every batch: a custom step may return other values.
+        # If `show` has stored no metrics, as with a custom step that returns other values, `last` has none to repeat.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
@@ -242,7 +242,7 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
                 raise
 
     def on_train_end(self, logs: Any = None) -> None:
-        if is_chief():  # Keras's `on_train_end` deletes the backup
+        if is_chief():  # because Keras's `on_train_end` deletes the backup
             super().on_train_end(logs)
 
 

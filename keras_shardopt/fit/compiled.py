@@ -24,7 +24,7 @@ from keras_shardopt.fit.sharing import set_sharing
 # Names of bool attributes that this file sets on a model.
 _WAITS = "_keras_shardopt_waits"  # whether the model was compiled before its optimizers were set
 _IS_LEFT = "_keras_shardopt_left_unprepared"  # whether the model stays unprepared, as requested or after a warning
-_IS_OF_BLOCK = "_keras_shardopt_of_block"  # whether a `data_parallel()` block with the model prepares models
+_IS_OF_BLOCK = "_keras_shardopt_of_block"  # whether the model is from a `data_parallel()` block that prepares models
 
 
 class _Block:
@@ -127,7 +127,7 @@ def _prepare_if_possible(model: Any) -> bool:
 
 def _warn_of_plain_optimizer(model: Any) -> None:
     if model.optimizer is None or is_prepared(model) or not _train_separately(model):
-        return  # after `prepare`, the training step itself raises an error about such an optimizer
+        return  # for a prepared model, the training step itself raises an error about such an optimizer
     warn(_separate_training(model))
 
 
@@ -153,7 +153,7 @@ def _separate_training(model: Any) -> str:
 
 
 def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `Model.fit` that calls `prepare` if needed, or raises if ranks would train separately."""
+    """Return a `Model.fit` that prepares models of `data_parallel()`, or raises if ranks would train separately."""
 
     @functools.wraps(in_keras)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def _warn_of_unprepared(model: Any) -> None:
     if processes.process()[0] == 1:
         return
     if not reducers_in(model):
-        # Without a process group, `num_replicas` raises ValueError. Then the processes are separate jobs: do not warn.
+        # Without a process group, `num_replicas` raises ValueError. Processes are then separate jobs, so do not warn.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:
                 object.__setattr__(model, _IS_LEFT, True)  # warn only once per model

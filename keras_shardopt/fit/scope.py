@@ -130,7 +130,7 @@ class data_parallel:
     ) -> None:
         try:
             self._watching.__exit__(kind, error, traceback)
-        except BaseException:  # preparing the models that had no optimizers at `compile` raised an error
+        except BaseException:  # an error from `prepare` of a model that had no optimizer when it was compiled
             self._open.close()
             raise
         if kind is None and self._entered().persists and len(self._made_inside):
@@ -211,7 +211,7 @@ def largest_difference(variables: Sequence[Variable]) -> float:
         replicas = runtime.communicator("")
         if replicas.num_replicas == 1 or not variables:
             return 0.0
-        processes.gather_objects(len(variables))  # raises if some ranks run a different collective
+        processes.gather_objects(len(variables))  # raises an error if some ranks call another method
         values = [ops.cast(ops.stop_gradient(ops.convert_to_tensor(v)), "float64") for v in variables]
         flat = ops.concatenate([ops.reshape(value, (-1,)) for value in values])
         largest, smallest = replicas.all_reduce([flat, -flat], "max")

@@ -79,7 +79,7 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
 def batch_sizes(iterator: Any) -> list[int]:
     """Return the different row counts of an epoch's batches that are available before Keras loads the batches."""
     adapter = iterator.data_adapter
-    if not isinstance(adapter, ArrayDataAdapter):  # other adapters possibly drop the last rows
+    if not isinstance(adapter, ArrayDataAdapter):  # other adapters may drop a smaller last batch
         return [] if adapter.batch_size is None else [adapter.batch_size]
     sizes = [adapter.batch_size] if adapter.num_batches > adapter.has_partial_batch else []
     if adapter.has_partial_batch and not iterator.steps_per_epoch:

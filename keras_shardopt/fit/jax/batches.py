@@ -256,8 +256,8 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._check_kind(data, is_meant or is_from_shard_data(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
-        # Keras builds the model from the first batch, so do not pad that batch. `reset` sets `_pads` later, but
-        # `predict` (without `y`) of a built model does not call `reset`.
+        # Keras builds the model from the first batch, so do not pad that batch. `reset` sets `_pads` for later batches.
+        # But `predict` (without `y`) of a built model does not call `reset`, so set `_pads` here.
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
@@ -270,7 +270,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if only some processes have all rows. Warn if all have equal rows, unless `is_meant`."""
+        """Raise ValueError if only some processes have all rows. Warn of equal rows unless intended (`is_meant`)."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:

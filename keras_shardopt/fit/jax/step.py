@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     """The results of a step's first half: forward pass, backward pass, and reduction of gradients over replicas."""
 
     grads: Any
-    """With gradient accumulation, each replica's gradients; otherwise their sum or mean, and which are non-finite."""
+    """With gradient accumulation, each replica's gradients. Otherwise their sum or mean, and which are not finite."""
 
     loss: Any
     y_pred: Any

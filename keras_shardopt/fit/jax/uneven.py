@@ -100,7 +100,7 @@ def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: C
 
     of_counts, shapes = jax.eval_shape(functools.partial(counting, -(-all_rows // size)), data)
     counted: list[Tensor] = []
-    # First run the model for the counts by which losses divide, such as the sum of a mask. XLA removes all else.
+    # First run the model for the counts by which losses divide, such as the sum of a mask. XLA removes unused results.
     if of_counts:
         counts = without_padding(lambda *own: counting(*own)[0], index, all_rows, size, data, of_counts)
         counted = replicas.all_reduce(counts, "sum")

@@ -89,7 +89,7 @@ class TrainStep:
         after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(statistics, before)]
         if trains and self.averages_statistics:
             # Keras keeps statistics per replica, and reads those of the first replica, so average the statistics. In
-            # float64, the mean of equal values (after a skipped update) has exactly their bits.
+            # float64, the mean of equal values is exact. Values are equal after a skipped update.
             sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
             sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
             after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, statistics)]
@@ -116,7 +116,7 @@ OTHER_ROWS = "another number of rows on a replica"
 
 
 def _log_whole_losses(model: Any) -> None:
-    """Change each `Mean` metric, so a loss that a custom `train_step` logs becomes the loss of the whole batch."""
+    """Make each `Mean` metric of a custom `train_step` log the loss of the whole batch."""
     for metric in model.metrics:
         is_mean = type(metric).update_state is keras.metrics.Mean.update_state
         if is_mean and "update_state" not in vars(metric):

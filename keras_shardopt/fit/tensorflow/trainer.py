@@ -130,7 +130,7 @@ class PreparedOnTensorFlow(PreparedModel):
         with strategy.scope():
             mirror([variable for metric in self.metrics for variable in metric.variables])
         if step_of(self).divides_batches and data_batch is not None:
-            self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build in the traced step
+            self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build it in the traced step
         if data_batch is not None and not has_built_in_step(self):
             _build_optimizers(self, data_batch)
 
@@ -268,7 +268,7 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         other_rows = re.search(rf"A stateful layer .*{OTHER_ROWS}.* last batch\.", str(error))
         if other_rows:
             raise ValueError(other_rows[0]) from error
-        # "[0," begins the shape of an empty array, but "is not in [0," is about an index: raise all other errors again.
+        # Explain only errors with the shape of an empty array, "[0, ...". An index error has "is not in [0, ...".
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(

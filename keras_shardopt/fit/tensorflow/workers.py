@@ -92,7 +92,7 @@ _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 
 def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
-    """Whether Keras must split logs by replica. False while `calling` runs a method: all logs are then equal."""
+    """Whether Keras must split logs by replica. False while `calling` runs a method, because logs are then equal."""
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
@@ -166,14 +166,14 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # the caller did it
+        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # by the user
         self._spec = None if self._is_divided else spec_of(self._distributed_dataset.element_spec)
         if not (call.is_alone or self._is_divided):
             self._spec = common_spec(gather_objects(self._spec, "compares the kinds of its tensors"))
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if only some workers have all rows. Warn if all have equal rows, unless `is_meant`."""
+        """Raise ValueError if only some workers have all rows. Warn of equal rows unless intended (`is_meant`)."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -336,8 +336,8 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
         outputs = keras.tree.pack_sequence_as(outputs, flat)
     elif is_packed(data):
         return outputs
-    # Each replica has gathered all rows, and Keras concatenates the results of this process's replicas. So return the
-    # rows from the first replica, and none from the others.
+    # Each replica now has all rows, but Keras concatenates the results of this process's replicas. So only the first of
+    # these replicas returns the rows.
     is_first = tf.equal(context.replica_id_in_sync_group, local_replicas(strategy)[0])
     return keras.tree.map_structure(lambda rows: rows[: tf.where(is_first, tf.shape(rows)[0], 0)], outputs)
 

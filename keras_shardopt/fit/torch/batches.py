@@ -52,7 +52,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
         if comparing is not None and self._first is None:
-            comparing.compare(self._is_whole)  # compare before random draws, because perhaps only some ranks draw
+            comparing.compare(self._is_whole)  # before random draws, in which only ranks with the whole data take part
         with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
             super().__init__(x, y, sample_weight, *args, **kwargs)
         if comparing is not None and self._first is not None:
@@ -100,7 +100,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         else:
             is_last = self._steps_seen >= self.data_adapter.num_batches
             if is_last and self._draws is not None:
-                self._draws.forget()  # take rank 0's random state again: a callback may have drawn, as in `predict`
+                self._draws.forget()  # take rank 0's random state again, because a callback may have drawn numbers
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with timed("input"), self._drawing(draws), self._on_host():
             return super().__next__()
@@ -153,7 +153,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         if self._has_ended:
             self._step += 1
             if self._is_whole and self._is_sized and phase is not Phase.PREDICT_BATCH:
-                raise StopIteration  # without communication, because `end_epoch` compares the ranks' numbers of batches
+                raise StopIteration  # do not communicate: `end_epoch` compares the numbers of batches of all ranks
         if not self._is_compared:
             self._is_compared = True
             session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)

@@ -143,7 +143,7 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Average weights that differ between ranks (`LocalSGD`), unless this rank runs alone (`together` is None)."""
+        """Average weights that differ between ranks (`LocalSGD`), unless `together` is None (this rank runs alone)."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
 
@@ -170,7 +170,7 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged these: average now
+        if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged values, so average now
             self.look(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
@@ -180,7 +180,7 @@ class Session:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
-            seed_per_rank(self.ranks.world, [])  # again: the program may have set PyTorch's seed since the last `fit`
+            seed_per_rank(self.ranks.world, [])  # because the program may have set PyTorch's seed since the last `fit`
         plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
@@ -297,8 +297,8 @@ class Session:
             promised = (
                 self._unreported.can_promise_steps(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
             )
-        # Bit 0: this rank reads logs. Bit 1: this rank has a batch to repeat. Bits 2 to 6: for how many batches ranks
-        # need not communicate. Higher bits: the checksum of the batches since ranks last communicated.
+        # Bit 0: this rank reads logs. Bit 1: it has a batch that it can repeat. Bits 2 to 6: the number of next batches
+        # without communication. Higher bits: the checksum of the batches since ranks last communicated.
         flags = reads + 2 * (phase in self._last_batch) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
         self._pending = announce_async(phase.value, num, flags)
         add_promised_steps(1)
@@ -308,8 +308,8 @@ class Session:
     def _can_wait(self, phase: Phase) -> bool:
         """Whether a step can begin before other ranks' row counts arrive: if its forward pass exchanges nothing."""
         if self._waits is None:
-            # Usually `compute_loss` calls `confirm`. But a custom step may never call `compute_loss`, and a compiled
-            # step must not contain `confirm`. Before such steps, wait: `confirm` then runs before the step.
+            # `confirm` waits for the row counts. Usually `compute_loss` calls it. But a custom step may not call
+            # `compute_loss`, and a compiled step must not contain `confirm`, so then call `confirm` before the step.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -389,7 +389,7 @@ class Session:
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
         """Gather the outputs of all ranks for a batch, in the order of its rows. Rank i has `rows[i]` of the rows."""
         assert self.ranks is not None
-        add_promised_steps(-1)  # the step ends here: the exchanges below check again that all ranks take part
+        add_promised_steps(-1)  # the step ends here, so the exchanges below check that all ranks take part
         mine = rows[self.ranks.replica_id]
         num_run = max(mine, 1)  # a rank without rows has run the model on one row
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
@@ -472,7 +472,7 @@ class Session:
 
 
 _MOST_PROMISED = 32
-"""The limit for the number of successive batches without communication. Smaller numbers fit in 5 bits of a message."""
+"""One more than the largest number of successive batches without communication, which is sent in 5 bits."""
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
@@ -496,7 +496,7 @@ class _Unreported:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def is_promised(self) -> bool:
-        """Whether this batch needs no communication. Each call uses up one of the batches that ranks have agreed on."""
+        """Whether this batch needs no communication. If so, count it as one of the batches that ranks agreed on."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
@@ -512,7 +512,7 @@ class _Unreported:
         return max(wanted, 0)
 
     def reported(self, num_promised: int) -> None:
-        """Clear the counts, because ranks have communicated. They need not for the next `num_promised` batches."""
+        """Clear the counts after ranks have communicated. The next `num_promised` batches need no communication."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         add_promised_steps(self._num_promised - before)

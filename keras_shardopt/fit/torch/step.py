@@ -115,7 +115,7 @@ class TrainStep:
 
 
 def _counted_metrics(model: Any) -> list[Any]:
-    """Return the metric variables that a step without rows must not change: all except those of mean losses."""
+    """Return the variables of all metrics except mean losses. A step without rows must not change these."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     return [v for v in model.metrics_variables if id(v) not in shared]
 
@@ -130,7 +130,7 @@ def _with_values(variables: list[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
     for variable, value in values:
-        # Assign to `data`, without autograd: the backward pass may follow, and does not need these values.
+        # Assign to `data`, because a backward pass that follows could otherwise raise an error about changed values.
         variable.value.data.copy_(value)
 
 

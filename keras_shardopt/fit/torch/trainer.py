@@ -157,11 +157,11 @@ class PreparedOnTorch(PreparedModel):
         return session.mean_logs(logs) if result is None else result
 
     def _initialize_ddp(self) -> None:
-        """Skip DDP: it would average gradients before `CrossShard` weights them by rows."""
+        """Skip DDP, because it would average gradients before `CrossShard` weights them by row counts."""
 
 
 def train_separately(model: Any) -> bool:
-    """Whether ranks would train this model, which has no `CrossShard`, separately: nothing averages its gradients."""
+    """Whether nothing averages this model's gradients, so ranks train separately. The model has no `CrossShard`."""
     if not (dist.is_available() and dist.is_initialized()):
         return processes.process()[0] > 1
     replicas = runtime.communicator("")
