@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
     """This replica's rounding errors of compression. Their sum over replicas is the exact sum minus `sums`."""
 
     factors: list[Tensor]
-    """The matrices $Q$ of `PowerSGD` that the next reduction starts from, equal on all replicas. Empty otherwise."""
+    """The matrices $Q$ of `PowerSGD` for the next reduction, equal on all replicas. Empty for other codecs."""
 
 
 Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
@@ -257,7 +257,7 @@ class Int8(_Quantized):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> ks.CrossShard("sgd", compression="int8").compression  # the short form
+        >>> ks.CrossShard("sgd", compression="int8").compression  # "int8" is short for Int8()
         Int8()
         >>> codec = ks.compression.Int8(rounding="stochastic", seed=7)
         >>> ks.CrossShard("sgd", compression=codec).compression
@@ -326,7 +326,7 @@ class Int4(_Quantized):
         """Return one uint8 per two elements, and the scales of blocks."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
-        # Integers cannot be NaN or infinite, so put 0. The scale of such a block is NaN, so it still decodes to NaN.
+        # Integers cannot be NaN or infinite, so send 0. The scale of such a block is NaN, so it still decodes to NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]

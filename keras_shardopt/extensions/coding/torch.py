@@ -55,7 +55,7 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # holds no collective, so connections can close
+        self._receive: Callable[[], list[Tensor]] | None = None  # returns the result of the running collective
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""
@@ -133,7 +133,7 @@ class CodedBucket:
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Return buckets for gradients with the shapes of `tensors`. The last bucket also sums `num_flags` numbers."""
+    """Return buckets for gradients shaped like `tensors`. The last bucket also sums `num_flags` other numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The backward pass fills the bucket of the first variable last, so put this bucket last. Buckets are sent in order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)

@@ -26,7 +26,7 @@ from keras_shardopt.wrapping.chain import base_optimizers
 _FACTOR = "compression_factor_"
 """The start of a key in `Step.notes`, for the `PowerSGD` matrix of a variable. The variable's index follows."""
 
-# TensorFlow only: checks a codec, because on TensorFlow a collective cannot run inside a branch of `cond`.
+# None except on TensorFlow. There, collectives cannot run inside a branch of `cond`, so `PowerSGD` has no warm-up.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 # PyTorch only: sends encoded gradients during the backward pass.

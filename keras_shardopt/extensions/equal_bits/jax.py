@@ -172,7 +172,7 @@ class _Parts:
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # any one device; `Auto`, because JAX 0.12 has another default
+        if distribution is None:  # use one device; pass `Auto`, because JAX 0.12 has another default
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
@@ -185,7 +185,7 @@ class _Parts:
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Metrics of mean losses count an equal share of the rows for each part of the batch, even without rows.
+        # In metrics of mean losses, all parts of the batch count equally. So sum these also over parts without rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -206,7 +206,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return two lists for a part of a batch: values to sum over all parts, and new values (None if unchanged)."""
+        """Return two lists of values after one part of a batch: those to sum over all parts, and those to keep."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -346,11 +346,11 @@ class PartsStep(TrainStep):
         return compiled_identically(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Return True. One device needs this step too, because it must round as several devices do."""
+        """Return True. One device needs this step too, or its results would differ from those of several devices."""
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run forward and backward pass on each part of a batch. Copy rows to all devices: metrics sum in one order."""
+        """Run forward and backward pass on each part. Copy rows to all devices, so metrics sum them in one order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

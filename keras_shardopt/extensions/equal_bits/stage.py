@@ -104,7 +104,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """Return the sum of all values passed to `add`, and start again. Their number must be a power of two."""
+        """Return the sum over all calls of `add`, and start a new sum. The number of calls must be a power of two."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -284,7 +284,7 @@ class SumOfParts(ExtensionStage):
         return self._reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
-        """Discard the parts of an unfinished batch."""
+        """Forget which part of an unfinished batch is next."""
         self._next = None
 
 

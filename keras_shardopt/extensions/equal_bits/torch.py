@@ -174,7 +174,7 @@ class PartsStep(TrainStep):
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 
-    @torch.compiler.disable(recursive=False)  # the step that this replaces is not compiled either
+    @torch.compiler.disable(recursive=False)  # do not compile this method, only the functions that it calls
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run the step on each of this rank's parts of the batch, or once on all rows if this rank runs alone."""
         session = self._session
@@ -227,8 +227,8 @@ class _State:
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # Metrics of mean losses count an equal share of the rows for each part of the batch, even one without rows. So
-        # sum these metrics over all parts, but other metrics only over parts with rows.
+        # In metrics of mean losses, all parts of the batch count equally, even those without rows. So sum these metrics
+        # over all parts, but other metrics only over parts with rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -267,7 +267,7 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Add metrics and changes of one part of a batch to sums; without rows (not `counts`), only mean losses."""
+        """Add metrics and changes of one part of a batch to sums. Without rows (not `counts`), add only mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]

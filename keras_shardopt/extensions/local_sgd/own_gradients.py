@@ -40,7 +40,7 @@ class OwnGradients(AllReduce):
         if not self._checks_finite:
             return step
         found = check_reduced(grads, step.variables)
-        if own is not None and not isinstance(own, tuple):  # an index found before clipping, which spreads a NaN
+        if own is not None and not isinstance(own, tuple):  # found before clipping, which spreads NaN to all gradients
             found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))

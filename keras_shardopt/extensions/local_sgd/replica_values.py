@@ -50,7 +50,7 @@ class Copies:
         own = [placement.replica_values(variable) for variable in variables]
         means = self._means(variables, own) if variables else []
         for i, mean in zip(positions, list(means)):
-            if trained[i] is not weights[i]:  # use the mean of master weights: it is more precise
+            if trained[i] is not weights[i]:  # use the mean of master weights, because it is more precise
                 variables.append(trained[i])
                 own.append(placement.replica_values(trained[i]))
                 means.append(mean.astype(own[-1][0].dtype))
@@ -104,7 +104,7 @@ class Copies:
         return [np.stack(copies) for copies in mine]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set each replica's values from the arrays of `states`. `resume` then sets the weights."""
+        """Set each replica's values, except weights, from the arrays of `states`. `resume` then sets the weights."""
         stage = self._stage
         weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
         weights |= {id(v) for v in [*stage.averages(range(len(stage.references))), *stage.statistics]}
@@ -169,11 +169,11 @@ class Rows:
         # The model's weights and statistics after the last `show` or `resume`; None if other values were loaded since.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
-        self._has_references = False  # True after `resume`, False after `show`
+        self._has_references = False  # whether `resume` was called after the last `show`
 
     def show(self) -> None:
         """Assign means over replicas to weights and statistics, maxima to counters, replica 0's values to the rest."""
-        if self._seen is None or not self._has_references:  # the mean is shown already, or rows are outdated
+        if self._seen is None or not self._has_references:  # rows are outdated, or the model already has the mean
             return
         positions = self._stage.unsynced()
         trained = self._optimizer._trainable_variables
@@ -185,7 +185,7 @@ class Rows:
                 variable.assign(_mean(array) if is_mean else largest(array) if is_count else array[0])
         weights = self._stage.weights()
         for i in positions:
-            if trained[i] is not weights[i]:  # use the mean of master weights: it is more precise
+            if trained[i] is not weights[i]:  # use the mean of master weights, because it is more precise
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
         self._remember()
         self._has_references = False

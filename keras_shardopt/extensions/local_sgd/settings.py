@@ -1,7 +1,7 @@
 """The arguments of local SGD.
 
 Private names of Keras touched here (a test checks that each exists):
-    `Optimizer._exclude_from_weight_decay` - the keys of variables that `exclude_from_weight_decay` got.
+    `Optimizer._exclude_from_weight_decay` - the variables passed to `exclude_from_weight_decay`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LocalSGD(Extension):
     def check(self, options: CrossShardOptions) -> None:
         """Raise ValueError if other arguments of `CrossShard` contradict local updates."""
         if self.outer_optimizer is not None:
-            _checked(self.outer_optimizer)  # perhaps another `CrossShard` uses it now
+            _checked(self.outer_optimizer)  # check again, because another `CrossShard` may use it by now
         others = {
             "`shard_state=True`": options.shard_state,
             "`group_assignment`": options.group_assignment,

@@ -81,7 +81,7 @@ class LocalUpdates(ExtensionStage):
         self._num_reported: Variable = None
         """`num_skipped_syncs` at the last warning. It is saved, so a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        """The collectives that were sent, by the index of an averaged group of weights, or by another name."""
+        """The collectives that were sent, by the index of the averaged weight group (fragment), or by another name."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the reference weights and the state of the outer optimizers. Later calls do nothing.
@@ -466,7 +466,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores variables after a skipped update. On JAX it does, if replicas are stacked."""
+        """Whether this stage restores variables after a skipped update. True on JAX, after a call of `stack`."""
         return bool(self.stacked)
 
     @property

@@ -30,7 +30,7 @@ class NoiseAverages:
                 '`shard_state`, `extensions`, `group_assignment` or `reduction="sum"`. '
                 f"Received: {optimizer!r}. Remove these options, or `GradientNoise`."
             )
-        window = optimizer._options.gradient_accumulation_steps  # not of inner optimizers
+        window = optimizer._options.gradient_accumulation_steps  # ignore accumulation in inner optimizers
         self._num_micro_batches = window or 1
 
     def build(self, add_variable: Callable[..., Variable]) -> None:

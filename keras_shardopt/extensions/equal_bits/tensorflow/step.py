@@ -157,7 +157,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
     if trains and not work.variables:
-        warn("The model does not have any trainable weights.")  # as the step of Keras does
+        warn("The model does not have any trainable weights.")  # the step of Keras warns too
     elif trains:
         positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
         found_inf = functools.reduce(first_found, positions) if positions else None
@@ -216,14 +216,14 @@ class _Work:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
             with self._working_on(part, start, rows) as (scope, before, batch):
                 grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
-                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as the step of Keras does
+                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as in the step of Keras
                 x, y, sample_weight = batch
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Metrics of mean losses count an equal share of the rows for each part of the batch, even without rows.
+            # In metrics of mean losses, all parts of the batch count equally, so also add those of a part without rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -234,7 +234,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes the divisors of losses, such as the sum of a mask, for part of a batch."""
+        """Return a function that computes the divisors of losses, such as a sum of a mask, for one part of a batch."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -391,7 +391,7 @@ def without_rewriting() -> Iterator[None]:
     if calls is not _options.default:
         _options.default, _options.modified = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.modified  # None at first: TensorFlow's getter then computes options
+    context.function_call_options = _options.modified  # if None, TensorFlow's getter computes the options
     try:
         _options.modified = context.function_call_options
         yield
