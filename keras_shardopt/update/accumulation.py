@@ -42,11 +42,11 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # Set if DDP has already reduced the gradients of the latest micro-batch. Sums do not show this.
+        # Set if DDP has already reduced the gradients of the latest micro-batch, because the sums do not show this.
         self._arrived_state: GradientState | None = None
         self._stacks_when_built = False
         self.stacked_along: str | None = None
-        """JAX: the mesh axis of replicas if each sum has a first dimension with one entry per replica, or None."""
+        """JAX: the mesh axis of replicas, if all replicas' sums are stacked along a first dimension. Otherwise None."""
         self.snapshots: list[Variable] = []
         """Copies of variables that forward passes change (moving means), from before the first micro-batch."""
         self._counts_rows = counts_rows
@@ -72,7 +72,7 @@ class Accumulation(Stage):
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # a copy has another counter variable, so this version is invalid
+        return {**vars(self), "_version": None}  # a copy has another counter variable, with other versions
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
@@ -140,7 +140,7 @@ class Accumulation(Stage):
         stacked = None if step.is_reduced else self.stacked_along
         if not step.is_reduced and stacked is None:
             step = self.own(step)
-        # The counter is equal on all replicas, so all take the same branch.
+        # `is_complete` is equal on all replicas, so all take the same branch of `runtime.cond`.
         is_complete, sums = self.add(step.grads, [self._context.position(v) for v in step.variables], step.row_share)
 
         if stacked is None:

@@ -87,7 +87,7 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
     differing = [entry for entry in entries if len({theirs.get(entry) for theirs in all_descriptions}) > 1]
     if not differing:
         differing, all_descriptions = ["order"], [{"order": repr(list(theirs))} for theirs in all_descriptions]
-    # One missing or moved variable makes all later variables differ too, so name only the first. The same for layers.
+    # One missing or moved variable makes all later variables differ too, so name only the first. Layers: likewise.
     variables = [entry for entry in differing if entry.startswith(_VARIABLE)]
     layers = [entry for entry in differing if entry.startswith(_LAYER)]
     named = [entry for entry in differing if entry not in (*variables[1:], *layers[1:])]
@@ -176,7 +176,7 @@ def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[A
 
 
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
-    """Return the last (smallest) of `models` that uses this optimizer, alone or wrapped by another; or None."""
+    """Return the last (smallest) of `models` that uses this optimizer, alone or inside another; None without one."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
@@ -207,7 +207,7 @@ def _config_of(layer_or_loss: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         if "DTypePolicy" in str(value.get("class_name")):
-            return value  # keep `name`, because it is the dtype policy
+            return value  # keep the entry `name`, which is the dtype policy here
         return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]

@@ -107,7 +107,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "Another group of replicas has failed. Read the error of that group.")
 
 
-# PyTorch only: one group of replicas can fail while another group waits in a collective.
+# None except on PyTorch. There, one group of replicas can fail while another group waits in a collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 

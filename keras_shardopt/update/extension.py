@@ -100,7 +100,7 @@ def made(value: Any, custom_objects: Any = None) -> Any:
 
 
 class ExtensionStage(Stage):
-    """Base class of the stages of extensions. All hooks do nothing by default."""
+    """Base class of the stages of extensions. Methods that a subclass does not override have no effect."""
 
     keeps_state: ClassVar[bool] = False
     """Whether files (`saved_variables`) and backups (`save_state`) contain state of the stage."""
@@ -124,7 +124,7 @@ class ExtensionStage(Stage):
     """Whether replicas have different weights now, as between two averages of local SGD."""
 
     restores_skipped_updates: bool = False
-    """Whether this stage restores moving statistics after skipped updates. By default, the optimizer restores them."""
+    """Whether this stage restores moving statistics after skipped updates. If False, the optimizer restores them."""
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""

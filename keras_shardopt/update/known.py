@@ -19,7 +19,7 @@ class Known:
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # a copy has another variable, so this version is invalid
+        return {**vars(self), "_version": None}  # a copy is used with another variable, which has other versions
 
     def of(self, variable: Variable) -> np.ndarray:
         """Return the variable's value, which is read only if it was assigned since the last call."""

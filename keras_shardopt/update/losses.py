@@ -195,8 +195,8 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
             value = _dividing.divided(value)  # Keras has multiplied the value by N, to undo its division of losses
-        # Without `sample_weight`, each batch has weight 1 in the metric, regardless of its rows. Keras does this on
-        # TensorFlow for the losses of several outputs (since Keras 3.16 only if a trace has an unknown row count).
+        # If Keras passes no `sample_weight`, each batch has weight 1 in the metric, regardless of its row count. On
+        # TensorFlow, it passes none for losses of several outputs (since 3.16 only if a trace has no row count).
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 

@@ -94,13 +94,13 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if more than `before` updates were skipped, once variables `after` are assigned."""
-        # Wait for the end of the update, or TensorFlow might stop in the middle of it.
+        """Raise FloatingPointError if more than `before` updates were skipped. First wait for variables `after`."""
+        # Without this wait, TensorFlow might stop in the middle of the update.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raise FloatingPointError if updates were skipped since the last call. With `from_now`, do not raise."""
+        """Raise FloatingPointError if updates were skipped since the last call. With `from_now`, ignore these."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)

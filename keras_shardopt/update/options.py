@@ -155,7 +155,7 @@ class CrossShardOptions:
         for name in ("compression", "torch"):
             if not isinstance(config[name], (str, type(None))):
                 config[name] = keras.saving.serialize_keras_object(config[name])
-        omitted: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}  # earlier versions cannot load these
+        omitted: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}  # unknown to earlier versions
         return {name: value for name, value in config.items() if name not in omitted or value != omitted[name]}
 
     @staticmethod

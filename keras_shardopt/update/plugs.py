@@ -52,7 +52,7 @@ def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: s
 
 
 def step_class(reducers: Sequence[Any], plain: Any) -> Any:
-    """Return the class of the training step for a model with the optimizers `reducers`, by default `plain`."""
+    """Return the registered training step for a model with the optimizers `reducers`, or `plain` if none applies."""
     for applies, package, name in _steps:
         if applies(reducers):
             module = for_backend({backend: f"{package}.{backend}" for backend in ("tensorflow", "torch", "jax")})

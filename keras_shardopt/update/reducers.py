@@ -62,7 +62,7 @@ class AllReduce:
         self._decides_with_all = context.decides_with_all
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Do nothing: this reducer sends after the backward pass."""
+        """Do nothing, because this reducer sends gradients after the backward pass."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
         return None
@@ -112,7 +112,7 @@ class AllReduce:
     def finish(self, comm: Communicator) -> None:
         """Send zeros and the flag that this replica has ended training, so other replicas do not wait for it."""
         members, variables = self.members(comm), self._context.trainable
-        # Send nothing if float8 variables (`overwrite_with_gradient`) would need a second collective.
+        # Send nothing if one program runs all replicas, or if float8 variables would need a second collective.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0

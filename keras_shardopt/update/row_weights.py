@@ -37,7 +37,7 @@ def _weighted(grad: Any, variable: Variable, weight: Any) -> Any:
     def times(value: Tensor) -> Tensor:
         # Select zeros if the weight is 0, because gradients can be NaN then, and NaN times 0 is NaN.
         if isinstance(weight, (int, float)):
-            # Cast the weight. Otherwise, on PyTorch, it would turn a scalar half-precision gradient into float32.
+            # Cast the weight. Otherwise, on PyTorch, the product with a scalar half-precision gradient is in float32.
             return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))
         product = ops.multiply(value, ops.cast(weight, dtype_of(value)))
         return ops.where(ops.equal(weight, 0), ops.zeros_like(value), product)

@@ -83,7 +83,7 @@ Proceed = Callable[[Step], None]
 
 
 class Stage:
-    """Base class of one feature of an update. All hooks do nothing by default.
+    """Base class of one feature of an update. Hooks that a subclass does not override leave the step unchanged.
 
     Every replica runs the same stages in the same order, so a stage may run collectives of `comm`.
 

@@ -49,7 +49,7 @@ class UserStage(Stage):
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Build the stage, and record this optimizer as its owner."""
-        # Store ids, not objects. A copy of a stage has another id, so the copy may belong to another optimizer.
+        # Store ids. A copy of a stage keeps this entry but has another id, so the copy may belong to another optimizer.
         owner = (id(self._stage), id(self))
         previous = vars(self._stage).get("_owner", owner)
         if previous[0] == owner[0] and previous != owner:
@@ -127,8 +127,8 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # The update was skipped if it left the counter unchanged. With slices, only the wrapped loss scaling decides
-        # this, because it combines the checks of all replicas.
+        # The update was skipped if it left the counter unchanged. A check of gradients would not do: if they are slices,
+        # only the wrapped loss scaling combines the checks of all replicas.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
