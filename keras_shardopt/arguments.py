@@ -162,6 +162,6 @@ def _check_type(name: str, value: Any, fix: str) -> None:
 def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") -> str:
     try:
         received = repr(value)
-    except Exception:  # a failing `__repr__`, or too many digits
+    except Exception:  # the user's `__repr__` may fail, and an int may have too many digits
         received = with_article(value)
     return f"{rule}. Received: {name}={received}{kind}{'. ' + fix if fix else ''}"

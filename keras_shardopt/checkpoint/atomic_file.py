@@ -24,7 +24,7 @@ _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    # Locks work within one kernel, so name the kernel. Containers on several machines can share a host name.
+    # Locks work within one kernel, so identify the kernel. Host names would not do: containers can share one.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
@@ -56,8 +56,8 @@ class Unfinished:
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
-            # Write in a new folder, because Keras writes temporary files next to the new file, and chooses file modes.
-            # Let only the owner read this folder, because the old file may be readable by its owner only.
+            # Write in a new folder, because Keras also writes temporary files next to the new file. Let only the owner
+            # read this folder, because the old file may be readable by its owner only.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror

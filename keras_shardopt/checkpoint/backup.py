@@ -312,7 +312,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         whole = {name for _, name in saved_together(model, is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
         ignored = {
             "variable",
-            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # such as compression errors
+            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # `carried_values`, such as compression errors
             *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, REPLICA_STATE))),
         }
         stored = set(header["kinds"]) - ignored

@@ -54,5 +54,5 @@ def _portable(config: dict[str, Any]) -> Any:
             f"Received: {name!r} of keras_shardopt. Use a class of Keras in its place, or `portable=False`."
         )
     if name == "BatchNormalization" and isinstance(options, dict) and options.get("synchronized"):
-        return {**config, "config": {**options, "synchronized": False}}  # True needs TensorFlow
+        return {**config, "config": {**options, "synchronized": False}}  # because True needs TensorFlow
     return config

@@ -28,7 +28,7 @@ REPLICA_STATE = "of_each_replica_"
 
 
 def built_on(model: Any) -> list[list[int] | None]:
-    """Returns, per optimizer of a model, the indices of the variables that it was built for, or None if not built."""
+    """Returns one entry per optimizer: the indices of its variables in `model.variables`, or None if not built."""
     places = {id(v): i for i, v in enumerate(model.variables)}
     found: list[list[int] | None] = []
     for optimizer in optimizers_of(model):

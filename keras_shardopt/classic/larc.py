@@ -70,7 +70,7 @@ class LARC(OptimizerWrapper):
         >>> weight = keras.Variable([3.0, 4.0])
         >>> optimizer = ks.LARC(keras.optimizers.SGD(1.0), larc_eta=0.02)
         >>> gradient = keras.ops.convert_to_tensor([30.0, 40.0])
-        >>> optimizer.apply([gradient], [weight])  # by 0.02 * 5, not by 50
+        >>> optimizer.apply([gradient], [weight])  # moves the weight by 0.02 * 5, not by 50
         >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
         [2.94, 3.92]
 

@@ -67,7 +67,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         >>> weight = keras.Variable([1.0, 2.0])
         >>> optimizer = ks.NovoGrad(learning_rate=0.1)
         >>> gradient = keras.ops.convert_to_tensor([30.0, 40.0])
-        >>> optimizer.apply([gradient], [weight])  # normalized: (0.6, 0.8)
+        >>> optimizer.apply([gradient], [weight])  # the normalized gradient is (0.6, 0.8)
         >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
         [0.94, 1.92]
 
@@ -103,7 +103,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
         for argument, given in flags.items():
             check.flag(argument, given)
-        # Check the limits here, because Keras does not. Invalid limits fail in the first update, or never.
+        # Check the limits here, because Keras does not. Invalid limits would fail in the first update, or never.
         limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
         for argument, value in limits.items():
             if value is not None:
@@ -162,7 +162,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             average = self.beta2 * before + (1 - self.beta2) * square
             average = ops.where(before == 0, square, average)
             self.assign(second_moment, average)
-            # Keep a zero gradient zero, even if epsilon is 0. The division would return NaN.
+            # Keep a zero gradient zero, even if epsilon is 0 and the division returns NaN.
             divisor = ops.cast(ops.sqrt(average) + self.epsilon, grad.dtype)
             normalized = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
         if self.weight_decay and self._use_weight_decay(variable):

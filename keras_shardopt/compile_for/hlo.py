@@ -61,7 +61,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
                 continue
             chains.add((kind, chain[0] if chain else ""))
             shapes = [(dtype, _size(dtype, dims)) for dtype, dims in _SHAPE.findall(match[1])]
-            if match[2].endswith("-start") and kind != "all-reduce":  # `match[1]` lists operands, then results
+            if match[2].endswith("-start") and kind != "all-reduce":  # drop operands, which precede the results
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
             # The TPU compiler represents a reduce-scatter as a fusion of this name, around an all-reduce.

@@ -157,7 +157,7 @@ def scale_table(everything: Sequence[dict[str, Any]]) -> str:
 
 def plot(everything: Sequence[dict[str, Any]], file: str) -> None:
     """Plots the times of communication and compute over the number of devices, from `Compiled.as_dict`."""
-    from matplotlib.figure import Figure  # optional, slow to import
+    from matplotlib.figure import Figure  # imported here, because it is optional and slow to import
 
     each_row = sorted(everything, key=lambda each: each["num_devices"])
     numbers = [each["num_devices"] for each in each_row]

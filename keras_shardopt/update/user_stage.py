@@ -127,8 +127,8 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, proceed_scaled)
-        # The update was skipped if it left the counter unchanged. A check of gradients would not do: if they are slices,
-        # only the wrapped loss scaling combines the checks of all replicas.
+        # The update was skipped if it left the counter unchanged. With slices of gradients, only the wrapped loss
+        # scaling decides this, because it combines the checks of all replicas.
         is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if has_proceeded else ():
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))

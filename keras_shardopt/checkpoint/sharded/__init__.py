@@ -153,7 +153,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
 
 
 def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
-    """Raise TypeError or ValueError unless a sharded checkpoint can be saved or loaded. Return the path."""
+    """Raise TypeError or ValueError for invalid arguments of `save_sharded` or `load_sharded`. Return the path."""
     check_model(model)
     check_built(model)
     check_safetensors()

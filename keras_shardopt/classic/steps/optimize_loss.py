@@ -224,7 +224,7 @@ class TrainingStep:
         self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            # Use the optimizer's count of updates, because it omits skipped updates. Reading it waits for the devices.
+            # The optimizer's count omits skipped updates. Read it only here, because reading waits for the devices.
             self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
             if self._num_updates % self._every == 0:
                 self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
@@ -248,7 +248,7 @@ class TrainingStep:
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         def scaled() -> tuple[Tensor, Tensor]:
-            with updating_with(self.optimizer):  # because `model.compile` can have set another optimizer
+            with updating_with(self.optimizer):  # instead of an optimizer that `model.compile` may have set
                 value = loss_of_batch()
             return self.optimizer.scale_loss(value), value
 
