@@ -118,7 +118,7 @@ _QUIET_SECONDS = 0.5
 
 
 class BatchLogs:
-    """Decides for which batches the logs of all replicas are aggregated: only if a callback reads them.
+    """Decides for which batches logs are aggregated over replicas. This happens only if a callback reads the logs.
 
     Between two refreshes, the progress bar gets the last logs again, because aggregation takes time.
     """
@@ -279,7 +279,7 @@ _TOGETHER = {
 
 
 def _check_whole(callback: Any) -> None:
-    """Raise ValueError if optimizer state is sharded: `OrbaxCheckpoint` on rank 0 would write only rank 0's shard."""
+    """Raise ValueError if optimizer state is sharded, because `OrbaxCheckpoint` would write only rank 0's shard."""
     if needs_all(callback.model) and not callback.save_weights_only:
         raise ValueError(
             "`OrbaxCheckpoint` cannot write optimizer state that is divided among processes. Received: "

@@ -60,7 +60,7 @@ class _OneReplicaBlock:
     waiting: Sequence[weakref.ref[Any]] = ()
 
     def constructed(self, model: Any) -> None:
-        """Do nothing when a model is constructed: one replica can train with any optimizer."""
+        """Do nothing when a model is constructed, because one replica can train with any optimizer."""
 
     def compiled(self, model: Any) -> None:
         """Call `prepare` if an option of the optimizer needs it. Otherwise, on PyTorch, set `steps_per_execution=1`."""

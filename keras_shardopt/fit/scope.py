@@ -206,7 +206,7 @@ class data_parallel:
 
 
 def largest_difference(variables: Sequence[Variable]) -> float:
-    """Return the largest absolute difference between two replicas' copies of a variable, for all `variables`."""
+    """Return the largest absolute difference between two replicas' copies of any variable in `variables`."""
     if placement.state_sharding == "slices":
         replicas = runtime.communicator("")
         if replicas.num_replicas == 1 or not variables:

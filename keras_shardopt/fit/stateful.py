@@ -64,7 +64,7 @@ def rows_of_states(layer: Any) -> int:
 
 
 def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
-    """Return an error message: the rows of a batch do not match the states of a layer.
+    """Return the error message for a batch whose rows do not match the states of a layer.
 
     `received` describes the batch. `rows` completes the advice "Give `batch_shape` the number of rows ...".
     """
@@ -77,7 +77,7 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
 
 
 def batch_sizes(iterator: Any) -> list[int]:
-    """Return the different row counts of an epoch's batches that are available before Keras loads the batches."""
+    """Return the distinct row counts of an epoch's batches, if these are available before Keras loads the batches."""
     adapter = iterator.data_adapter
     if not isinstance(adapter, ArrayDataAdapter):  # other adapters may drop a smaller last batch
         return [] if adapter.batch_size is None else [adapter.batch_size]

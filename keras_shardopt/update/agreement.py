@@ -87,7 +87,7 @@ def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence
     differing = [entry for entry in entries if len({theirs.get(entry) for theirs in all_descriptions}) > 1]
     if not differing:
         differing, all_descriptions = ["order"], [{"order": repr(list(theirs))} for theirs in all_descriptions]
-    # One missing or moved variable makes all later variables differ too, so name only the first. Layers: likewise.
+    # One missing or moved variable makes all later ones differ too, so name only the first. Do the same for layers.
     variables = [entry for entry in differing if entry.startswith(_VARIABLE)]
     layers = [entry for entry in differing if entry.startswith(_LAYER)]
     named = [entry for entry in differing if entry not in (*variables[1:], *layers[1:])]

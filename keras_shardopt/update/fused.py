@@ -47,7 +47,7 @@ class FusedUpdate(Stage):
         self.run(step.grads, proceed, step)
 
     def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:
-        """Call `update(*args)`, with kernels in place of the optimizers' update rules if possible."""
+        """Call `update(*args)`, with fused kernels in place of the update rules that such kernels support."""
         # In a traced step, use Keras' code for each optimizer whose results must be bitwise identical to Keras'.
         is_concrete = not self._innermost or runtime.is_concrete(grads)
         chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]

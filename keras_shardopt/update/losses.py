@@ -62,7 +62,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Tensor:
-    """Replaces Keras's function that reduces loss values to a scalar: divide by the totals of all replicas."""
+    """Replaces Keras's function that reduces loss values to a scalar. Divides by the totals of all replicas."""
     part = current_share()
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):

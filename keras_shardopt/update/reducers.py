@@ -247,7 +247,7 @@ class Overlapped:
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
-        """Send zeros, because this rank has ended training. If other ranks send buckets of gradients, send buckets."""
+        """Send zeros as gradients, because this rank has ended training. Send them in buckets if other ranks do."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             self._at_the_end.finish(comm)

@@ -257,7 +257,7 @@ class _Saved(saving_lib.H5IOStore):
         return True
 
     def process_for(self, variable: Variable) -> tuple[int, int]:
-        """Return (number of processes, index) to divide a variable. If values differ, process 0 saves the whole."""
+        """Return (number of processes, index) to divide a variable. Process 0 saves all of it if values differ."""
         num_processes, index = self._process
         return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
 

@@ -219,7 +219,7 @@ class Observer:
     def _by_variable(
         self, variables: Sequence[Variable], grads: Gradients, measure: Callable[[Tensor, Variable], Tensor]
     ) -> Tensor:
-        """Return `measure` of each trainable variable and its gradient, or NaN for a variable without a gradient."""
+        """Return the results of `measure` for each trainable variable and its gradient; NaN without a gradient."""
         found = {id(v): g for v, g in zip(variables, grads) if g is not None}
         nan = ops.full((), float("nan"), "float32")
         values = [measure(found[id(v)], v) if id(v) in found else nan for v in self._trainable_of(variables)]

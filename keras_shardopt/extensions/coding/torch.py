@@ -46,7 +46,7 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """The description of an encoding error, for the error of the training step; empty without an error."""
+        """The text of an encoding error, to add to the error of the training step; empty without an error."""
         self.transfer: Any = None
         """The `Coded` object of this step. Its method `legs_of` encodes this bucket and yields the collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []

@@ -350,7 +350,7 @@ class PartsStep(TrainStep):
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run forward and backward pass on each part. Copy rows to all devices, so metrics sum them in one order."""
+        """Run each part of a batch forward and backward. Copy rows to all devices, so metrics sum them in one order."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data

@@ -15,7 +15,7 @@ class KeptState:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.counts_first = False
-        """Whether losses divide by sums over the whole batch, such as the sum of a mask, which need a first pass."""
+        """Whether losses divide by sums over the whole batch, such as of a mask. A first pass must compute these."""
         self.changed_weights: list[Any] | None = None
         """The weights that layers change in their call. None before the first batch."""
         self.on_loss: Callable[[], None] | None = None  # called once, after the next loss

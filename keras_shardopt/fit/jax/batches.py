@@ -376,7 +376,7 @@ def _takes_whole(model: Any, *data: Any) -> bool:
 def _start_equal(model: Any) -> None:
     """Make the values of model and optimizers equal on all processes. If values differ, all take those of process 0."""
     variables, state = list(model.variables), state_of(model)
-    # If the numbers of variables differ, a process has not built its model. The optimizer raises an error later.
+    # If the numbers of variables differ, a process has not built its model. Return, because the optimizer raises later.
     counts = announce("compares the values of a prepared model", len(variables) + len(state))
     if len(set(counts)) > 1 or not variables:
         return

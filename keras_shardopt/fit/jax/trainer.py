@@ -60,7 +60,7 @@ def prepare(model: Any) -> None:
     reducer, *_ = step.reducers
     # Stack the gradients of all replicas only if `CrossShard` is outermost, because wrappers cannot use stacked arrays.
     stacks = reducer.accumulation is not None and step.stacks_windows
-    stacks = stacks and reducer.state_finder.may_be_local  # otherwise accumulation sums reduced gradients
+    stacks = stacks and reducer.state_finder.may_be_local  # otherwise gradients arrive already reduced
     if stacks and reducer is model.optimizer and has_built_in_step(model):
         reducer.accumulation.stack()
     step.prepare()

@@ -23,7 +23,7 @@ _SPECS: dict[str, Any] = {}
 def spec_of(batch: Any, num_parts: int | None = None) -> Any:
     """Return the specs of the tensors of a batch, or of a dataset's `element_spec`.
 
-    Row counts in the specs are None (unknown). With `num_parts`, they are the row count of one of so many equal parts.
+    Row counts in the specs are None (unknown). With `num_parts`, they are those of one of `num_parts` equal parts.
     """
     return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 

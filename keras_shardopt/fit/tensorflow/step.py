@@ -29,7 +29,7 @@ class TrainStep:
     """Runs Keras's step on a replica's rows. Extensions override some methods."""
 
     divides_batches = False
-    """Whether the method `distribute` divides batches instead of Keras, also on one replica."""
+    """Whether the method `distribute` divides batches in place of Keras, even with one replica."""
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""

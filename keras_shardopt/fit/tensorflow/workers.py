@@ -98,7 +98,7 @@ def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
 
 @contextlib.contextmanager
 def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
-    """In this block, all workers run the method `name`. Yield a function to call it, which prints on worker 0 only."""
+    """In this block, all workers run the method `name`. Yield a function that calls it, and prints on worker 0 only."""
     if not are_several(model):
         yield lambda real, *args, **kwargs: real(*args, **kwargs)
         return
@@ -166,7 +166,7 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
             super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # by the user
+        self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # user divided it
         self._spec = None if self._is_divided else spec_of(self._distributed_dataset.element_spec)
         if not (call.is_alone or self._is_divided):
             self._spec = common_spec(gather_objects(self._spec, "compares the kinds of its tensors"))

@@ -160,7 +160,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         if self._is_whole:
             data = session.next_part(batches[0], phase, self._step, self._num_equal())
             if self._divides_on_host:
-                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # to Keras's device; keeps None
+                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # move to Keras's device
         else:
             data = session.next_batch(batches[0], phase, self._num_equal())
         if data is None:

@@ -306,7 +306,7 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether a step can begin before other ranks' row counts arrive: if its forward pass exchanges nothing."""
+        """Whether a step can begin before other ranks' row counts arrive. Its forward pass must exchange nothing."""
         if self._waits is None:
             # `confirm` waits for the row counts. Usually `compute_loss` calls it. But a custom step may not call
             # `compute_loss`, and a compiled step must not contain `confirm`, so then call `confirm` before the step.
@@ -356,7 +356,7 @@ class Session:
 
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
-        """In the block, run another call, such as `evaluate` in a callback, with separate state about batches."""
+        """In the block, run a nested call, such as `evaluate` in a callback. Then restore the outer call's state."""
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
@@ -450,7 +450,7 @@ class Session:
         self._unreported.reported(0)
 
     def begin_epoch(self) -> None:
-        """Compare the first batch of the new epoch again, even if the last epoch has ended early."""
+        """Make ranks compare the first batch of the new epoch, even if the last epoch has ended early."""
         self._unreported.reported(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:

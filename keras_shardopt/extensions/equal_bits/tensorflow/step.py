@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function(*place)` for each part of the batch. Return the total of the results' "sums", and all results."""
+    """Call `function(*place)` for each part of the batch. Return the total of all entries "sums", and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
