@@ -312,7 +312,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
         return
     file = Unfinished(str(path))
     try:
-        # Leave the distribution on JAX: Keras' saver creates an optimizer, and all processes would have to create it.
+        # Keras' saver creates an optimizer. Inside a distribution on JAX, all processes would have to, so leave it.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()

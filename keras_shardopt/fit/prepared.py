@@ -22,7 +22,7 @@ from keras_shardopt.update.losses import additional_loss
 class PreparedModel(Prepared, keras.Model):
     """The class that `prepare` mixes into a model. Each backend has a subclass.
 
-    The class writes complete files, makes `add_loss` values cover all replicas, and warns of epochs without batches.
+    It saves state of all processes, makes `add_loss` values cover all replicas, and warns of epochs without batches.
     """
 
     def save(self, *args: Any, **kwargs: Any) -> None:

@@ -72,7 +72,7 @@ class Accumulation(Stage):
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # a copy has another counter variable, with other versions
+        return {**vars(self), "_version": None}  # a copy has another counter variable, with separate versions
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:

@@ -94,7 +94,7 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """After assignments of the variables `after`, raise an error if more than `before` updates were skipped."""
+        """Raise FloatingPointError if over `before` updates were skipped. First wait for updates of `after`."""
         # Pass `after` to wait for the end of the update. TensorFlow might otherwise stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)

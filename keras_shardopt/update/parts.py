@@ -52,7 +52,7 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return the sums over all parts of the batch, from `counted` or `others`. Raise an error without these."""
+        """Return sums over all parts of a batch, from an earlier run or other replicas. Raise an error without both."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):

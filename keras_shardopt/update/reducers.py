@@ -215,7 +215,7 @@ class Overlapped:
             self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step, reduced in buckets that were sent during the backward pass or are sent now."""
+        """Return the step with gradients reduced in buckets (groups), sent during the backward pass or now."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None

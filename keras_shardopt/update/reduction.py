@@ -67,7 +67,7 @@ class Reduction:
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
-        """Create the input from a step with this replica's gradients, already weighted by rows."""
+        """Create the input of a reduction from a step with this replica's gradients, already weighted by rows."""
         grads, variables, found = step.grads, step.variables, step.found_inf
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
@@ -95,7 +95,7 @@ class Reduction:
 
     @classmethod
     def of_nothing(cls, variables: Sequence[Variable], num_flags: int = 0) -> Reduction:
-        """Create an input of zeros, for a replica that has ended its training."""
+        """Create the input of a reduction, with zeros as gradients, for a replica that has ended its training."""
         flags = (lambda dtype: ops.zeros((num_flags,), dtype)) if num_flags else None
         nothing = [None] * len(variables)
         return cls(nothing, variables, range(len(variables)), "sum", trains=False, nonfinite_flags=flags)

@@ -42,7 +42,7 @@ class _ReplicaOption(Stage):
         return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        # Without rows, use any nonzero unit: the replica has no mean loss, and the reduction discards its gradients.
+        # Without rows, use any nonzero unit, because the reduction discards this replica's gradients.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None

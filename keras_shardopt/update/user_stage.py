@@ -21,8 +21,8 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 class UserStage(Stage):
     """Runs a user's stage, and raises an error for invalid steps.
 
-    `local` receives gradients of the replica's mean loss, `commit` gradients of the mean loss over all rows. Factors of
-    loss scaling and of replicas are removed. The checks read only shapes and dtypes, so they never wait for a device.
+    `local` receives gradients of the replica's mean loss, `commit` gradients of the mean loss over all rows, without
+    the factor of loss scaling. The checks read only shapes and dtypes, so they never wait for a device.
     """
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
@@ -104,7 +104,7 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor of this replica's gradients, relative to those of its mean loss, such as the loss scale."""
+        """Return the factor between this replica's gradients and those of its mean loss, such as the loss scale."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)

@@ -55,7 +55,7 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # returns the result of the running collective
+        self._receive: Callable[[], list[Tensor]] | None = None  # returns a result; keeps no collective alive
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""

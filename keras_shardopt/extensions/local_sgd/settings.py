@@ -1,7 +1,7 @@
 """The arguments of local SGD.
 
 Private names of Keras touched here (a test checks that each exists):
-    `Optimizer._exclude_from_weight_decay` - the variables passed to `exclude_from_weight_decay`.
+    `Optimizer._exclude_from_weight_decay` - the keys of variables passed to `exclude_from_weight_decay`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 XLA has fast CPU code for one layout: inputs (rows, space, channels), and kernels (space, channels in, channels out). It
 converts other layouts, such as those of gradients, only outside of loops (pass `ConvCanonicalization`). In the body of
-a loop, it computes other layouts element by element, several times slower. So this file converts them before. XLA still
-transposes some convolutions with kernels larger than the image.
+a loop, it computes other layouts element by element, several times slower. So this file converts them before XLA
+compiles. XLA still transposes some convolutions with kernels larger than the image.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A part is the rows of one replica. In one program, all parts have equal array shapes, so smaller parts are padded. A
 layer that reduces over rows, such as `BatchNormalization`, would count the padding. So each replica takes a branch that
 is compiled for its number of rows. A batch has at most three such numbers, zero included. Replicas in different
-branches cannot communicate, so the counts by which losses divide are summed over replicas before.
+branches cannot communicate, so replicas sum the counts by which losses divide before the branches.
 
 A synchronized `BatchNormalization` exchanges statistics in the forward pass. Models with such a layer get padded rows,
 and the layer masks them.

@@ -116,7 +116,7 @@ OTHER_ROWS = "another number of rows on a replica"
 
 
 def _log_whole_losses(model: Any) -> None:
-    """Make each `Mean` metric of a custom `train_step` log the loss of the whole batch."""
+    """Make each `Mean` metric log the loss of the whole batch if a custom `train_step` passes a loss to the metric."""
     for metric in model.metrics:
         is_mean = type(metric).update_state is keras.metrics.Mean.update_state
         if is_mean and "update_state" not in vars(metric):
