@@ -162,7 +162,7 @@ def test_a_subclass_that_passes_old_arguments_is_loaded():
 def test_objects_cannot_be_changed(settings):
     for name in settings.get_config():
         with pytest.raises(
-            AttributeError, match=f"`{name}` of a `.*` cannot be changed. Received: 3. Create a new one"
+            AttributeError, match=f"`{name}` of a `.*` cannot be changed. Received: 3. Create a new object"
         ):
             setattr(settings, name, 3)
 
