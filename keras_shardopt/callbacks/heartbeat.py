@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import pathlib
+import sys
+import threading
 import time
+import traceback
 from typing import Any
 
 import keras
@@ -17,7 +19,7 @@ from keras_shardopt.backends import jobs
 from keras_shardopt.backends.active import processes
 
 _SECONDS = 1.0
-"""The shortest time in seconds between two openings of files, or two settings of the timer, because both are slow."""
+"""The shortest time in seconds between two openings of files, because opening is slow on network file systems."""
 
 _NUM_BYTES = 120
 """The length of the line in a file, so that a shorter line replaces all of a longer one."""
@@ -33,8 +35,9 @@ class Heartbeat(keras.callbacks.Callback):
     one, counted from 1 in each epoch. The phases are "start", "training", "validation", "epoch end" and "ended".
 
     If no step begins for `timeout` seconds, the rank writes the Python stacks of all its threads. They show the line
-    that hangs, and on the other ranks the call that waits for it. Training can continue afterwards. To end a hung job,
-    use [the launcher's `--watch`](../processes.md#hung), which needs only `Heartbeat()` in the program. Without this
+    that hangs, and on the other ranks the call that waits for it. A call that holds Python's global interpreter lock
+    prevents this. Training can continue afterwards. To end a hung job, use
+    [the launcher's `--watch`](../processes.md#hung), which needs only `Heartbeat()` in the program. Without this
     launcher, `Heartbeat()` has no effect.
 
     Args:
@@ -58,7 +61,8 @@ class Heartbeat(keras.callbacks.Callback):
         '{"rank": 0, "epoch": 1, "step": 1, "phase": "ended",'
 
     References:
-        `faulthandler.dump_traceback_later` of Python writes the stacks. A process has one such timer.
+        `faulthandler.dump_traceback_later` of Python has the same purpose. It can crash a process that is only slow,
+        because it reads stacks that change meanwhile. A thread of this callback reads them with Python's lock instead.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, timeout: float | None = None) -> None:
@@ -67,7 +71,9 @@ class Heartbeat(keras.callbacks.Callback):
         self.timeout = None if timeout is None else check.number("timeout", timeout, above=0.0, fix="Pass seconds.")
         self._epoch = self._step = 0
         self._is_training = False
-        self._due = 0.0
+        self._due = self._last = 0.0
+        self._watch: threading.Thread | None = None
+        self._has_ended = threading.Event()
         self._names: list[str] = []
         self._files: list[int] = []
         self._stacks = _STANDARD_ERROR
@@ -86,6 +92,10 @@ class Heartbeat(keras.callbacks.Callback):
         self._epoch = self._step = 0
         self._is_training, self._due = True, 0.0
         self._beat("start")
+        if self.timeout is not None:
+            self._has_ended.clear()
+            self._watch = threading.Thread(target=self._watch_steps, name="keras_shardopt-heartbeat", daemon=True)
+            self._watch.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the number of the epoch that begins."""
@@ -111,13 +121,11 @@ class Heartbeat(keras.callbacks.Callback):
         self._end()
 
     def _beat(self, phase: str) -> None:
-        now = time.monotonic()
+        self._last = now = time.monotonic()
         if not self._is_training or not (self._names or self.timeout):
             return  # in a separate `evaluate`, or if nothing would be written
         if now >= self._due:
             self._due = now + _SECONDS
-            if self.timeout is not None:
-                faulthandler.dump_traceback_later(self.timeout + _SECONDS, file=self._stacks)
             with contextlib.suppress(OSError):
                 self._open()
         line = {"rank": self._rank, "epoch": self._epoch, "step": self._step, "phase": phase}
@@ -125,6 +133,16 @@ class Heartbeat(keras.callbacks.Callback):
         with contextlib.suppress(OSError):  # a full disk must not end a training
             for file in self._files:
                 os.pwrite(file, text.encode(), 0)
+
+    def _watch_steps(self) -> None:
+        assert self.timeout is not None
+        written = None
+        while not self._has_ended.wait(min(_SECONDS, self.timeout / 4)):
+            last = self._last
+            if time.monotonic() - last > self.timeout and last != written:
+                written = last
+                with contextlib.suppress(OSError):
+                    os.write(self._stacks, _stacks_of_threads(self.timeout).encode())
 
     def _open(self) -> None:
         self._close()  # a network file system now sends the lines of the last second to other machines
@@ -136,8 +154,10 @@ class Heartbeat(keras.callbacks.Callback):
             os.close(self._files.pop())
 
     def _end(self) -> None:
-        if self._is_training and self.timeout is not None:
-            faulthandler.cancel_dump_traceback_later()
+        if self._watch is not None:
+            self._has_ended.set()
+            self._watch.join()
+            self._watch = None
         self._is_training = False
         self._close()
         if self._stacks != _STANDARD_ERROR:
@@ -146,3 +166,11 @@ class Heartbeat(keras.callbacks.Callback):
             self._stacks = _STANDARD_ERROR
             if is_empty:
                 pathlib.Path(f"{self._names[0]}.stacks").unlink(missing_ok=True)
+
+
+def _stacks_of_threads(seconds: float) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"No step for {seconds:g} s, at {time.strftime('%Y-%m-%dT%H:%M:%S')}\n"]
+    for ident, frame in sys._current_frames().items():
+        parts += [f"\nThread {names.get(ident, ident)}:\n", *traceback.format_stack(frame)]
+    return "".join([*parts, "\n"])

@@ -58,16 +58,22 @@ def test_the_result_is_that_of_one_process(capsys):
 
 @pytest.mark.neutral
 def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
-    def fails():
+    def fails(file):
         import os
+        import time
 
         if os.environ["RANK"] == "1":
+            open(file, "w").close()
             raise LookupError("on purpose")
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        time.sleep(1)
+        raise OSError("another process is gone")  # as from a collective
 
     fails.__module__ = "__main__"  # as in a notebook, which no other process can import
     before = set(tmp_path.parent.iterdir())
     with pytest.raises(LookupError, match="on purpose") as caught:
-        ks.launch_processes(fails, 2)
+        ks.launch_processes(fails, 2, (str(tmp_path / "raised"),))
     assert "in fails" in str(caught.value.__cause__)
     assert set(tmp_path.parent.iterdir()) == before
 
