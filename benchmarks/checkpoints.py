@@ -109,10 +109,10 @@ def main() -> None:
             "`save_model`, one file": whole,
             "`load_sharded`": load,
         }
-        values = largest(*rows.values(), *memory)
+        sizes = sorted(file.stat().st_size for file in (folder / "sharded").rglob("*.safetensors"))
+        values = largest(*rows.values(), *memory)  # waits for all ranks, so rank 0 may remove the files
         step = values[0]
         lines = [f"| {name} | {1000 * v:.0f} | {v / step:.2f} |" for name, v in zip(rows, values)]
-        sizes = sorted(file.stat().st_size for file in (folder / "sharded").rglob("*.safetensors"))
         text = "\n".join(["|  | ms | steps |", "|---|---|---|", *lines])
         text += f"\n\n- The largest file of a process: {sizes[-1]:,} bytes, {sizes[-1] * len(sizes) / sum(sizes):.3f} "
         text += (
