@@ -27,7 +27,7 @@ import numpy as np
 import timing
 import torch
 import torch.distributed as dist
-from torch_training import RATE, parser
+from torch_training import RATE, largest, parser
 
 import keras_shardopt as ks
 
@@ -46,14 +46,6 @@ class Steps(keras.callbacks.Callback):
 
     def seconds(self) -> list[float]:
         return [end - begin for begin, end in zip(self.begun, self.begun[1:])]
-
-
-def largest(*values: float) -> list[float]:
-    """Returns the largest of each value on all ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    found: list[float] = tensor.tolist()
-    return found
 
 
 def peak() -> float:
@@ -97,7 +89,7 @@ def main() -> None:
         seconds = fitted(num_saves * every + 1, ks.callbacks.ShardedCheckpoint(folder / "sharded", every, keep=1))
         first, *later = seconds[every - 1 :: every]
         memory.append(peak())
-        whole = timed(ks.save_model, model, folder / "whole.keras")
+        save = timed(ks.save_model, model, folder / "whole.keras")
         memory.append(peak())
         load = timed(ks.load_sharded, model, folder / "sharded")
         rows = {
@@ -106,21 +98,20 @@ def main() -> None:
             "a step that begins a later save, median": statistics.median(later),
             "a step that begins a later save, slowest": max(later),
             "longer training per save": max(0.0, sum(seconds) - plain * len(seconds)) / num_saves,
-            "`save_model`, one file": whole,
+            "`save_model`, one file": save,
             "`load_sharded`": load,
         }
         sizes = sorted(file.stat().st_size for file in (folder / "sharded").rglob("*.safetensors"))
         values = largest(*rows.values(), *memory)  # waits for all ranks, so rank 0 may remove the files
-        step = values[0]
-        lines = [f"| {name} | {1000 * v:.0f} | {v / step:.2f} |" for name, v in zip(rows, values)]
-        text = "\n".join(["|  | ms | steps |", "|---|---|---|", *lines])
-        text += f"\n\n- The largest file of a process: {sizes[-1]:,} bytes, {sizes[-1] * len(sizes) / sum(sizes):.3f} "
-        text += (
-            "of an equal share.\n- Peak memory of a process: {:.0f} MB in training, {:.0f} with saves, {:.0f} ".format(
-                *values[len(rows) :]
-            )
-        )
-        text += "after `save_model`."
+        times, megabytes = values[: len(rows)], values[len(rows) :]
+        lines = [f"| {name} | {1000 * each:.0f} | {each / times[0]:.2f} |" for name, each in zip(rows, times)]
+        share = sizes[-1] * len(sizes) / sum(sizes)
+        training, saving, whole = (f"{each:.0f} MB" for each in megabytes)
+        notes = [
+            f"- The largest file of a process: {sizes[-1]:,} bytes, {share:.3f} of an equal share.",
+            f"- Peak memory of a process: {training} in training, {saving} with saves, {whole} after `save_model`.",
+        ]
+        text = "\n".join(["|  | ms | steps |", "|---|---|---|", *lines, "", *notes])
         if replicas.is_chief:
             timing.report(
                 f"Sharded checkpoints of {sum(sizes) / 1e6:.0f} MB on {replicas.num_replicas} ranks of PyTorch",

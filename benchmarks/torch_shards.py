@@ -18,18 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import keras
 import timing
 import torch
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch_training import RATE, Training, parser
+from torch_training import RATE, Training, largest, parser
 
 import keras_shardopt as ks
 
 
 def bytes_held(tensors: list[torch.Tensor]) -> int:
     """Returns the largest number of bytes of optimizer state on a rank."""
-    held = torch.tensor(float(sum(tensor.nbytes for tensor in tensors)))
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return int(held)
+    return int(*largest(sum(tensor.nbytes for tensor in tensors)))
 
 
 def main() -> None:

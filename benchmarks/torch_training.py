@@ -30,6 +30,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def largest(*values: float) -> list[float]:
+    """Returns the largest of each value on all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    found: list[float] = tensor.tolist()
+    return found
+
+
 class Training:
     """Runs of `arguments.steps` steps on this rank's rows, with the learning rate `RATE` for Adam."""
 

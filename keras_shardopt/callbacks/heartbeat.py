@@ -94,7 +94,7 @@ class Heartbeat(keras.callbacks.Callback):
         self._beat("start")
         if self.timeout is not None:
             self._has_ended.clear()
-            self._watch = threading.Thread(target=self._watch_steps, name="keras_shardopt-heartbeat", daemon=True)
+            self._watch = threading.Thread(target=self._watch_steps, args=(self.timeout,), daemon=True)
             self._watch.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -122,7 +122,7 @@ class Heartbeat(keras.callbacks.Callback):
 
     def _beat(self, phase: str) -> None:
         self._last = now = time.monotonic()
-        if not self._is_training or not (self._names or self.timeout):
+        if not self._is_training or not self._names:
             return  # in a separate `evaluate`, or if nothing would be written
         if now >= self._due:
             self._due = now + _SECONDS
@@ -134,15 +134,14 @@ class Heartbeat(keras.callbacks.Callback):
             for file in self._files:
                 os.pwrite(file, text.encode(), 0)
 
-    def _watch_steps(self) -> None:
-        assert self.timeout is not None
+    def _watch_steps(self, timeout: float) -> None:
         written = None
-        while not self._has_ended.wait(min(_SECONDS, self.timeout / 4)):
+        while not self._has_ended.wait(min(_SECONDS, timeout / 4)):
             last = self._last
-            if time.monotonic() - last > self.timeout and last != written:
+            if time.monotonic() - last > timeout and last != written:
                 written = last
                 with contextlib.suppress(OSError):
-                    os.write(self._stacks, _stacks_of_threads(self.timeout).encode())
+                    os.write(self._stacks, _stacks_of_threads(timeout).encode())
 
     def _open(self) -> None:
         self._close()  # a network file system now sends the lines of the last second to other machines

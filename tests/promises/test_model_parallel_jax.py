@@ -151,7 +151,8 @@ def test_training_equals_that_of_keras_on_one_device(mesh, layout, sizes, inner,
     report = optimizer.memory_report()
     assert report.held == bytes_on_each_device(optimizer)
     # Optimizers with averages of weights are not padded: JAX divides only what the number of devices divides.
-    assert report.max_over_ideal <= (3.2 if inner == "average" else 1.1)
+    not_padded = 3.2 if mesh == "4x2, model first" else 2.1
+    assert report.max_over_ideal <= (not_padded if inner == "average" else 1.1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

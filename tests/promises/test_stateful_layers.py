@@ -52,6 +52,6 @@ def test_batches_of_unknown_size_are_checked_when_they_come():
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
     dataset = tf.data.Dataset.from_tensor_slices(carrying.data(22)).batch(carrying.BATCH_SIZE)
     model.fit(dataset.take(3), shuffle=False, verbose=0)
-    with pytest.raises(ValueError, match="^A stateful layer .* rows of one replica, .* last batch.$"):
+    with pytest.raises(ValueError, match="^A stateful layer .* the number of rows of one replica, .* last batch.$"):
         model.fit(dataset, shuffle=False, verbose=0)
     replicas.close()

@@ -667,7 +667,7 @@ def data_that_differ_are_refused_on_every_rank(scope):
             x, y = super().__getitem__(index)
             return (x, y + odd) if index == 3 else (x, y)
 
-    words = "values that differ from those of process 0 on process 1, in batch 3 (the first is 0). Load the same data"
+    words = "Received: values that differ from those of process 0 on process 1, in batch 3 (the first is 0). Load the "
     refused(train(Differs(False), shuffle=False), ValueError, words)
 
     def unseeded():

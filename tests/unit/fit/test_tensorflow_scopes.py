@@ -172,7 +172,7 @@ def test_training_a_model_loaded_after_the_scope_is_warned_of(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     loaded.predict(problem.data(1)[0], verbose=0)  # warnings are errors here
     with pytest.warns(
-        UserWarning, match=r"load the model inside the scope.* after a scope of 2 replicas\. Load"
+        UserWarning, match=r"load the model inside the scope.* after a scope of 2 replicas\. Load the model"
     ) as caught:
         fit(loaded)
         fit(loaded)
