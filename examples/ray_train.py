@@ -3,11 +3,13 @@
     pip install "ray[train]" pandas pyarrow
     KERAS_BACKEND=torch python examples/ray_train.py --workers 2
     KERAS_BACKEND=jax python examples/ray_train.py --workers 2 --fail
+    python examples/ray_train.py --shared /mnt/job
 
 Each worker is a process of `data_parallel()`. After each epoch, worker 0 gives its backup
 to Ray. With `--fail`, the last worker dies in the third epoch. Ray starts all workers
-again, and the weights are those of a run without the failure. Prints the folder of the last
-checkpoint, which has the trained model.
+again, and the weights are those of a run without the failure. With `--shared`, a folder that
+all machines have, the optimizer's state is sharded, each worker writes its part of a backup
+there, and Ray's storage gets none. Prints the folder of the trained model.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 FIT = dict(batch_size=16, epochs=4, shuffle=False, verbose=0)
 
 
-def make_model():
+def make_model(shard_state=False):
     import keras  # in functions only: Ray sets KERAS_BACKEND for the workers
 
     import keras_shardopt as ks
@@ -32,7 +34,8 @@ def make_model():
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(16, activation="tanh")
     model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
-    model.compile(ks.CrossShard(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(ks.CrossShard(optimizer, shard_state=shard_state), "mse")
     return model
 
 
@@ -47,26 +50,31 @@ def train(config):
 
     import keras_shardopt as ks
 
+    shared = config["shared"]
     with ks.data_parallel() as replicas:
-        model = make_model()
+        model = make_model(shard_state=bool(shared))
     x, y = make_data()
-    folder = pathlib.Path(tempfile.mkdtemp())  # on the machine of this worker
+    folder = pathlib.Path(shared or tempfile.mkdtemp())  # the second is on this machine only
     latest = ray.train.get_checkpoint()  # None, unless Ray has started this job again
     if latest is not None:
         latest.to_directory(folder)
+    again = folder.exists() and any(folder.iterdir())
 
     def report(metrics):  # all workers must call it
-        mine = Checkpoint.from_directory(folder) if replicas.is_chief else None
+        gives = replicas.is_chief and not shared
+        mine = Checkpoint.from_directory(folder) if gives else None
         ray.train.report(metrics, checkpoint=mine)
 
     def fail(epoch, logs):
         is_last = replicas.process_id == replicas.num_processes - 1
-        if config["fail"] and latest is None and epoch == 2 and is_last:
+        if config["fail"] and not again and epoch == 2 and is_last:
             time.sleep(6)  # Ray reads the reports of workers every 2 seconds
             os.kill(os.getpid(), signal.SIGKILL)
 
     callbacks = [
-        ks.callbacks.BackupAndRestore(folder, delete_checkpoint=False),
+        ks.callbacks.BackupAndRestore(
+            folder, delete_checkpoint=False, sharded=bool(shared)
+        ),
         keras.callbacks.LambdaCallback(
             on_epoch_begin=fail,
             on_epoch_end=lambda epoch, logs: report({"epoch": epoch, "loss": logs["loss"]}),
@@ -105,13 +113,14 @@ def main():
     parser.add_argument(
         "--storage", default=os.path.join(tempfile.gettempdir(), "ray_train")
     )
+    parser.add_argument("--shared", help="a folder of all machines, for sharded backups")
     arguments = parser.parse_args()
     backend = os.environ.get("KERAS_BACKEND", "torch")
     variables = {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     trainer, further = trainer_of(backend, variables)
     result = trainer(
         train,
-        train_loop_config={"fail": arguments.fail},
+        train_loop_config={"fail": arguments.fail, "shared": arguments.shared},
         scaling_config=ScalingConfig(num_workers=arguments.workers),
         run_config=RunConfig(
             storage_path=arguments.storage,  # a folder that all machines share, or a bucket
@@ -123,7 +132,7 @@ def main():
     print(f"backend      {backend}")
     for name in ("replicas", "first epoch", "loss"):
         print(f"{name:12} {result.metrics[name]}")
-    print(f"checkpoint   {result.checkpoint.path}")
+    print(f"folder       {arguments.shared or result.checkpoint.path}")
 
 
 if __name__ == "__main__":

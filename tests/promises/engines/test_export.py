@@ -25,7 +25,7 @@ x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 model.fit(x, x.sum(1, keepdims=True), verbose=0)
 ks.save_model(model, f"{folder}/model.keras", portable=True)
 loaded = keras.saving.load_model(f"{folder}/model.keras")
-loaded.predict(x, verbose=0)  # PyTorch's exporter needs a model that was called
+loaded(x)  # exporters of ONNX need a model that was called
 
 
 def run_tf_saved_model(path):
@@ -49,9 +49,12 @@ def run_openvino(path):
 
 
 def run_litert(path):
-    import tensorflow as tf
+    if torch:
+        from ai_edge_litert.interpreter import Interpreter
+    else:
+        from tensorflow.lite import Interpreter
 
-    interpreter = tf.lite.Interpreter(model_path=path)
+    interpreter = Interpreter(model_path=path)
     (given,), (result,) = interpreter.get_input_details(), interpreter.get_output_details()
     interpreter.resize_tensor_input(given["index"], x.shape)
     interpreter.allocate_tensors()
@@ -70,7 +73,7 @@ endings = {"onnx": ".onnx", "openvino": ".xml", "litert": ".tflite", "torch": ".
 expected = model.predict(x, verbose=0)
 for name, each in [("trained", model), ("loaded", loaded)]:
     path = f"{folder}/{name}{endings.get(kind, '')}"
-    more = {"input_signature": [keras.InputSpec(shape=(32, 4), dtype="float32")]} if torch and kind == "torch" else {}
+    more = {"input_signature": [keras.InputSpec(shape=(32, 4), dtype="float32")]} if torch and kind in ("torch", "litert") else {}
     each.export(path, format=kind, verbose=False, **more)
     difference = np.max(np.abs(globals()[f"run_{kind}"](path) - expected))
     assert difference < 1e-5, (name, difference)
@@ -79,8 +82,8 @@ for name, each in [("trained", model), ("loaded", loaded)]:
 NEEDS = {"onnx": ["onnxruntime"], "openvino": ["openvino"], "tf_saved_model": ["tensorflow"]}
 CASES = {
     "tensorflow": {"tf_saved_model": [], "onnx": ["tf2onnx"], "openvino": [], "litert": []},
-    "jax": {"tf_saved_model": []},
-    "torch": {"onnx": ["onnxscript"], "openvino": [], "torch": []},
+    "jax": {"tf_saved_model": [], "onnx": ["jax2onnx"]},
+    "torch": {"onnx": ["onnxscript"], "openvino": [], "litert": ["litert_torch"], "torch": []},
 }
 
 

@@ -35,13 +35,17 @@ def environment(backend):
     return {**kept, "KERAS_BACKEND": backend, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["storage", "shared"])
 @pytest.mark.parametrize("backend", pages.BACKENDS)
-def test_a_job_continues_after_the_death_of_a_worker(backend, tmp_path):
+def test_a_job_continues_after_the_death_of_a_worker(backend, is_shared, tmp_path):
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), "--fail", "--storage", str(tmp_path / "storage")]
+    command += ["--shared", str(tmp_path / "shared")] if is_shared else []
     output = launch.run(command, 250, environment(backend))
-    found = dict(re.findall(r"^(backend|replicas|first epoch|checkpoint) +(\S+)$", output, re.MULTILINE))
+    found = dict(re.findall(r"^(backend|replicas|first epoch|folder) +(\S+)$", output, re.MULTILINE))
     assert (found["backend"], found["replicas"], found["first epoch"]) == (backend, "2", "2"), output
-    file, weights = pathlib.Path(found["checkpoint"]) / "model.keras", tmp_path / "weights.npz"
+    file, weights = pathlib.Path(found["folder"]) / "model.keras", tmp_path / "weights.npz"
+    saved = [len(list(each.parent.glob("*.safetensors"))) for each in file.parent.rglob("manifest.json")]
+    assert set(saved) == ({2} if is_shared else set())
     launch.run([sys.executable, "-c", WEIGHTS, str(file), str(weights)], 100, environment(backend))
     with np.load(weights) as stored:
         arrays = [stored[name] for name in stored.files]
