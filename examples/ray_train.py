@@ -7,9 +7,9 @@
 
 Each worker is a process of `data_parallel()`. After each epoch, worker 0 gives its backup
 to Ray. With `--fail`, the last worker dies in the third epoch. Ray starts all workers
-again, and the weights are those of a run without the failure. With `--shared`, a folder that
-all machines have, the optimizer's state is sharded, each worker writes its part of a backup
-there, and Ray's storage gets none. Prints the folder of the trained model.
+again, and the weights are those of a run without the failure. `--shared` is a folder of all
+machines. The optimizer's state is then sharded, each worker writes its part of a backup
+there, and Ray's storage gets only the trained model. Prints the folder with that model.
 """
 
 import argparse
@@ -54,16 +54,18 @@ def train(config):
     with ks.data_parallel() as replicas:
         model = make_model(shard_state=bool(shared))
     x, y = make_data()
-    folder = pathlib.Path(shared or tempfile.mkdtemp())  # the second is on this machine only
+    folder = pathlib.Path(shared or tempfile.mkdtemp())  # on this machine only
     latest = ray.train.get_checkpoint()  # None, unless Ray has started this job again
     if latest is not None:
         latest.to_directory(folder)
     again = folder.exists() and any(folder.iterdir())
 
-    def report(metrics):  # all workers must call it
-        gives = replicas.is_chief and not shared
-        mine = Checkpoint.from_directory(folder) if gives else None
+    def report(metrics, given):  # all workers must call it
+        mine = Checkpoint.from_directory(given) if replicas.is_chief and given else None
         ray.train.report(metrics, checkpoint=mine)
+
+    def report_epoch(epoch, logs):
+        report({"epoch": epoch, "loss": logs["loss"]}, None if shared else folder)
 
     def fail(epoch, logs):
         is_last = replicas.process_id == replicas.num_processes - 1
@@ -75,16 +77,15 @@ def train(config):
         ks.callbacks.BackupAndRestore(
             folder, delete_checkpoint=False, sharded=bool(shared)
         ),
-        keras.callbacks.LambdaCallback(
-            on_epoch_begin=fail,
-            on_epoch_end=lambda epoch, logs: report({"epoch": epoch, "loss": logs["loss"]}),
-        ),
+        keras.callbacks.LambdaCallback(on_epoch_begin=fail, on_epoch_end=report_epoch),
     ]
     history = model.fit(x, y, callbacks=callbacks, **FIT)
     loss = model.evaluate(x, y, verbose=0)
-    ks.save_model(model, folder / "model.keras")
+    final = pathlib.Path(tempfile.mkdtemp())
+    ks.save_model(model, final / "model.keras")
     first = history.epoch[0]  # 2 if Ray has started this job again
-    report({"loss": loss, "replicas": replicas.num_replicas, "first epoch": first})
+    numbers = {"loss": loss, "replicas": replicas.num_replicas, "first epoch": first}
+    report(numbers, final)
 
 
 def trainer_of(backend, variables):
@@ -132,7 +133,7 @@ def main():
     print(f"backend      {backend}")
     for name in ("replicas", "first epoch", "loss"):
         print(f"{name:12} {result.metrics[name]}")
-    print(f"folder       {arguments.shared or result.checkpoint.path}")
+    print(f"checkpoint   {result.checkpoint.path}")
 
 
 if __name__ == "__main__":

@@ -73,8 +73,9 @@ endings = {"onnx": ".onnx", "openvino": ".xml", "litert": ".tflite", "torch": ".
 expected = model.predict(x, verbose=0)
 for name, each in [("trained", model), ("loaded", loaded)]:
     path = f"{folder}/{name}{endings.get(kind, '')}"
-    more = {"input_signature": [keras.InputSpec(shape=(32, 4), dtype="float32")]} if torch and kind in ("torch", "litert") else {}
-    each.export(path, format=kind, verbose=False, **more)
+    fixed = torch and kind in ("torch", "litert")
+    signature = [keras.InputSpec(shape=(32, 4), dtype="float32")] if fixed else None
+    each.export(path, format=kind, verbose=False, input_signature=signature)
     difference = np.max(np.abs(globals()[f"run_{kind}"](path) - expected))
     assert difference < 1e-5, (name, difference)
     print("exported", name)

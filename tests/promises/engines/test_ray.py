@@ -41,10 +41,10 @@ def test_a_job_continues_after_the_death_of_a_worker(backend, is_shared, tmp_pat
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), "--fail", "--storage", str(tmp_path / "storage")]
     command += ["--shared", str(tmp_path / "shared")] if is_shared else []
     output = launch.run(command, 250, environment(backend))
-    found = dict(re.findall(r"^(backend|replicas|first epoch|folder) +(\S+)$", output, re.MULTILINE))
+    found = dict(re.findall(r"^(backend|replicas|first epoch|checkpoint) +(\S+)$", output, re.MULTILINE))
     assert (found["backend"], found["replicas"], found["first epoch"]) == (backend, "2", "2"), output
-    file, weights = pathlib.Path(found["folder"]) / "model.keras", tmp_path / "weights.npz"
-    saved = [len(list(each.parent.glob("*.safetensors"))) for each in file.parent.rglob("manifest.json")]
+    file, weights = pathlib.Path(found["checkpoint"]) / "model.keras", tmp_path / "weights.npz"
+    saved = [len(list(each.parent.glob("*.safetensors"))) for each in tmp_path.rglob("manifest.json")]
     assert set(saved) == ({2} if is_shared else set())
     launch.run([sys.executable, "-c", WEIGHTS, str(file), str(weights)], 100, environment(backend))
     with np.load(weights) as stored:
