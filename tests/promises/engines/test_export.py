@@ -52,8 +52,9 @@ def run_litert(path):
     if torch:
         from ai_edge_litert.interpreter import Interpreter
     else:
-        from tensorflow.lite import Interpreter
+        import tensorflow as tf
 
+        Interpreter = tf.lite.Interpreter
     interpreter = Interpreter(model_path=path)
     (given,), (result,) = interpreter.get_input_details(), interpreter.get_output_details()
     interpreter.resize_tensor_input(given["index"], x.shape)
