@@ -8,8 +8,9 @@
 Each worker is a process of `data_parallel()`. After each epoch, worker 0 gives its backup
 to Ray. With `--fail`, the last worker dies in the third epoch. Ray starts all workers
 again, and the weights are those of a run without the failure. `--shared` is a folder of all
-machines. The optimizer's state is then sharded, each worker writes its part of a backup
-there, and Ray's storage gets only the trained model. Prints the folder with that model.
+machines: each worker writes its part of a backup there, and Ray's storage gets only the
+trained model. On PyTorch and JAX, the optimizer's state is then sharded. Prints the folder
+with the trained model.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def train(config):
 
     shared = config["shared"]
     with ks.data_parallel() as replicas:
-        model = make_model(shard_state=bool(shared))
+        divides = shared and keras.config.backend() != "tensorflow"
+        model = make_model(shard_state=bool(divides))
     x, y = make_data()
     folder = pathlib.Path(shared or tempfile.mkdtemp())  # on this machine only
     latest = ray.train.get_checkpoint()  # None, unless Ray has started this job again

@@ -1,4 +1,4 @@
-"""JAX: two processes with two devices each equal one process with the whole batch."""
+"""JAX: two processes equal one process with the whole batch. Unless a test gives a number, each has two devices."""
 
 import pickle
 import re
@@ -96,6 +96,10 @@ def test_unequal_parts_after_prepare(folder, division):
     alone = uneven.run("divided by weights", 1)
     weights = [found[f"{division}/weight{i}"] for i in range(4)]
     uneven.assert_same((weights, {name: found[f"{division}/log/{name}"] for name in alone[1]}), alone)
+
+
+def test_before_the_first_step_state_is_read_saved_and_restored(tmp_path):
+    launch.jax_processes("jax_before_training.py", 2, tmp_path, num_devices=1, timeout=200)
 
 
 @pytest.fixture(scope="module")

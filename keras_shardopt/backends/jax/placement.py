@@ -123,7 +123,7 @@ class JaxPlacement(Placement):
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
         value = variable.value
-        shards = value.addressable_shards
+        shards = local_shards(value)
         if _STACKED in vars(variable):
             rows = {shard.index[0].start or 0: np.empty(value.shape[1:], value.dtype) for shard in shards}
             for shard in shards:
@@ -150,7 +150,7 @@ class JaxPlacement(Placement):
 
     def bytes_held(self, variables: Sequence[Variable]) -> int:
         held: collections.Counter[Any] = collections.Counter()
-        for shard in (shard for variable in variables for shard in variable.value.addressable_shards):
+        for shard in (shard for variable in variables for shard in local_shards(variable.value)):
             held[shard.device] += shard.data.nbytes
         return max(held.values(), default=0)
 
@@ -367,9 +367,18 @@ def _under(distribution: Any) -> Iterator[None]:
         keras.distribution.set_distribution(before)
 
 
+def local_shards(value: Any) -> Sequence[Any]:
+    """Return the shards of an array on the devices of this process."""
+    try:
+        shards: Sequence[Any] = value.addressable_shards
+    except ValueError:
+        # Until the first step, JAX holds a replicated array that Keras placed on several processes in another array.
+        shards = _on_the_devices_of(value, np.asarray(value)).addressable_shards
+    return shards
+
+
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
     """Put `array` on each device of this process that has a copy of `like`."""
-    # Do not read `like.addressable_shards`: it fails if Keras placed `like` on one device of each process.
     copies = [jax.device_put(array, device) for device in sorted(like.sharding.addressable_devices, key=lambda d: d.id)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
 

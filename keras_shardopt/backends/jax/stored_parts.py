@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_shardopt.backends.jax.placement import local_shards
 from keras_shardopt.backends.stored_parts import OwnParts, Part, even_range, host_copy
 from keras_shardopt.numerics import Variable
 
@@ -24,7 +25,7 @@ def own_parts(variable: Variable) -> OwnParts:
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         boxes.setdefault(_box(index, value.shape), set()).add(device.process_index)
     parts: dict[Any, Part] = {}
-    for shard in value.addressable_shards:
+    for shard in local_shards(value):
         box = _box(shard.index, value.shape)
         if box not in parts:  # take only one of several copies in this process
             parts[box] = _share(shard.data, box, sorted(boxes[box]))
