@@ -110,10 +110,11 @@ class FlatShards(Shards):
             return variable
         shape = empty_shape((0,) if self._may_split[i] else variable.shape) if piece is None else (piece.size,)
         values = ops.reshape(ops.convert_to_tensor(variable), (-1,))
-        start, stop = (0, 0) if piece is None else (piece.start, piece.stop)
 
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
-            return ops.cast(ops.reshape(values[start:stop], shape), dtype or dtype_of(variable))
+            if piece is None:  # an empty slice of `values` would keep their memory
+                return ops.zeros(shape, dtype or dtype_of(variable))
+            return ops.cast(ops.reshape(values[piece.start : piece.stop], shape), dtype or dtype_of(variable))
 
         arguments = {"initializer": initializer, "shape": shape, "dtype": dtype_of(variable)}
         return named_like(variable, trainable=False, autocast=False, **arguments)

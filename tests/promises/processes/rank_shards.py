@@ -138,6 +138,14 @@ ELEMENTWISE = {
 
 
 @check
+def a_rank_without_a_part_of_a_weight_keeps_no_memory_of_it(scope):
+    optimizer = ks.CrossShard(problem.sgd_momentum(), shard_state=True)
+    optimizer.build(variables())
+    sizes = [part.value.untyped_storage().nbytes() for part in optimizer._shards.stand_ins if 0 in part.shape]
+    assert not any(sizes) and (sizes or scope.is_chief)
+
+
+@check
 def updates_are_those_of_one_process(scope):
     for name, make in ELEMENTWISE.items():
         # Ftrl takes powers, of which the last elements of a tensor are computed by another function than the rest.
