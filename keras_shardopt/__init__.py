@@ -32,6 +32,7 @@ from keras_shardopt.extensions.coding import codecs as compression
 from keras_shardopt.extensions.equal_bits import VirtualReplicas
 from keras_shardopt.extensions.local_sgd import LocalSGD
 from keras_shardopt.extensions.noise import GradientNoise
+from keras_shardopt.extensions.sharded_weights import ShardedWeights
 from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
@@ -60,6 +61,7 @@ __all__ = [
     "LossScaling",
     "MixedPrecision",
     "NovoGrad",
+    "ShardedWeights",
     "Stage",
     "TorchSpeed",
     "Tower",

@@ -27,6 +27,7 @@ from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
+    before_reading,
     check_built,
     from_rank_0,
     gather_despite_errors,
@@ -222,6 +223,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                     delete(folder)
             return
         random_states = processes.gather_objects(random_state())
+        before_reading(model)
         replica_states = {name: extension.save_state() for extension, name in extensions_of(model)}
         carried = {
             k: [np.stack(_all_replica_values(v)) for v in variables] for k, variables in carried_values(model).items()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from keras import ops
@@ -70,6 +70,16 @@ class Bucket:
     """Whether chunks of equal length would be mostly padding."""
 
 
+class WeightHolder(Protocol):
+    """Stores this replica's slices of weights in place of `FlatShards`."""
+
+    def before_update(self) -> None:
+        """Let the stand-ins have this replica's slices of the weights."""
+
+    def after_update(self) -> None:
+        """Send the updated slices to other replicas, if these need them now."""
+
+
 class FlatShards(Shards):
     """Divides flattened variables into slices, for replicas that are processes.
 
@@ -95,6 +105,7 @@ class FlatShards(Shards):
         }
         self._divided = self._owners.keys()
         self._flat_weights = self._with_flat_weights(replicas)
+        self._holder: WeightHolder | None = None
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
         self._without_variable: set[int] = set()  # ids of state that belongs to no variable
         keep_exclusions(optimizer, self.variables, self.inside)
@@ -118,6 +129,11 @@ class FlatShards(Shards):
 
         arguments = {"initializer": initializer, "shape": shape, "dtype": dtype_of(variable)}
         return named_like(variable, trainable=False, autocast=False, **arguments)
+
+    def hold(self, holder: WeightHolder) -> None:
+        """Let `holder` store this replica's slices of weights, and send updated slices to replicas that need them."""
+        self._holder = holder
+        self._flat_weights = [None] * len(self._buckets)
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
         self._find_slots(optimizer)
@@ -264,6 +280,9 @@ class FlatShards(Shards):
         return [self._leaf._trainable_variables[i] for i, _ in pairs]
 
     def _copy_in(self) -> None:
+        if self._holder is not None:
+            self._holder.before_update()
+            return
         for weights in self._flat_weights:
             if weights is not None:
                 weights.flat()  # before slicing, because it may move the weights
@@ -271,6 +290,9 @@ class FlatShards(Shards):
         _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in split])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
+        if self._holder is not None:
+            self._holder.after_update()
+            return
         # All replicas run the same collectives in the same order, even if the weights of one replica have moved to
         # other memory.
         gathering: Any = None

@@ -61,6 +61,7 @@ VALID = {
     "LossScaling": lambda: {"inner_optimizer": sgd()},
     "MixedPrecision": lambda: {"inner_optimizer": sgd()},
     "NovoGrad": dict,
+    "ShardedWeights": dict,
     "Stage": dict,
     "TorchSpeed": dict,
     "Tower": lambda: {"optimizer_or_optimizer_fn": sgd()},

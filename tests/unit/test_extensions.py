@@ -20,6 +20,7 @@ WORDS = {
     "equal_bits": r"VirtualReplicas?|virtual_replicas|equal_bits|SumOfParts|Subtrees|PartsStep",
     "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|sync_\w+|outer_optimizer|last_syncs",
     "noise": r"GradientNoise|gradient_noise\w*|NoiseAverages|noise_scale",
+    "sharded_weights": r"ShardedWeights|sharded_weights|DividedWeights|WeightsOfOptimizer|HeldParameter|ShardedStep",
 }
 ALLOWED = {"__init__.py", "launch/output.py"}  # the public names; Python's own `codecs`
 

@@ -147,11 +147,16 @@ def statistics_group() -> Any:
     global _statistics
     group = None if _statistics is None else _statistics()
     if group is None:
-        limit = {} if _open is None or _open.timeout is None else {"timeout": _open.timeout}
-        with naming_missing_ranks():
-            group = dist.new_group(**limit)
+        group = another_group()
         _statistics = weakref.ref(group)
     return group
+
+
+def another_group() -> Any:
+    """Create a process group of all ranks. All ranks must call this together. Keep only a weak reference to it."""
+    limit = {} if _open is None or _open.timeout is None else {"timeout": _open.timeout}
+    with naming_missing_ranks():
+        return dist.new_group(**limit)
 
 
 def exchanges_statistics() -> bool:

@@ -1,0 +1,372 @@
+"""Weights in buckets: each rank holds 1/N of each bucket, and gathers a bucket while layers use its weights.
+
+A weight without values is a `HeldParameter`. PyTorch passes each function of it to `__torch_function__`, and there it
+is replaced by a part of its gathered bucket. Tensors that autograd saves for the backward pass are replaced by a
+description (`pack`), so a bucket's memory is freed after its last use, and gathered again by the backward pass.
+
+Ranks must gather in the same order. Each rank records the order of a step. In the next step, a gather in this order
+needs no further communication, and begins before it is needed. Other gathers are announced to all ranks.
+
+Private names of PyTorch: `torch._C.DisableTorchFunctionSubclass` - calls functions of a subclass of tensors unchanged;
+`UntypedStorage._cdata` - the address of a storage.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keras_shardopt.backends.torch.held import values_of
+from keras_shardopt.backends.torch.process_group import announce, another_group, naming_missing_ranks, wait_for
+from keras_shardopt.backends.traffic import note
+from keras_shardopt.extensions.sharded_weights.settings import dividing
+from keras_shardopt.fit.torch.step import TrainStep
+from keras_shardopt.numerics import Tensor
+
+_NUM_RECENT = 2
+"""The number of buckets that stay in memory after use, so a layer can alternate between two."""
+
+
+class ShardedStep(TrainStep):
+    """A step in which weights have values only while layers use them."""
+
+    def begin_fit(self) -> None:
+        """Raise ValueError if the model is compiled."""
+        if self._session.model.jit_compile:
+            raise ValueError(
+                "With `ShardedWeights` a step cannot be compiled, because it gathers weights. Received: a model with "
+                "`jit_compile=True`. Use `model.compile(..., jit_compile=False)`."
+            )
+
+    def before_step(self, begins_epoch: bool) -> None:
+        """Divide the weights, if they are whole, as at the beginning of `fit`."""
+        self.begin_fit()
+        for stage in dividing(self._session.reducers):
+            shards = stage.context.optimizer._shards
+            if stage.weights is None and shards is not None:
+                stage.weights = WeightsOfOptimizer(shards, self._session.ranks, stage.settings.prefetch)
+            if stage.weights is not None:
+                stage.weights.divide()
+
+    def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
+        """Run a step with an order of gathers, and without the weights in tensors that autograd saves."""
+        divided = [
+            s.weights for s in dividing(self._session.reducers) if s.weights is not None and s.weights.is_divided
+        ]
+        if divided:
+            self._session.confirm()  # before the forward pass, because it exchanges weights
+        for weights in divided:
+            weights.begin_pass(trains)
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            result = super().run(real, data, trains)
+        for weights in divided:
+            weights.end_pass()
+        return result
+
+
+class _Bucket:
+    """Weights that are gathered together. `own` has this rank's slice of them, and `flat` all, while gathered."""
+
+    def __init__(self, number: int, owner: WeightsOfOptimizer, parameters: Sequence[Any], chunk: int) -> None:
+        self.number, self.owner, self.parameters, self.chunk = number, owner, list(parameters), chunk
+        self.own = parameters[0].detach().new_zeros(chunk)
+        self.flat: Tensor | None = None
+        self.under_way: list[Any] = []
+
+
+_bucket_of_memory: dict[int, _Bucket] = {}
+"""The gathered buckets, by the address of their memory in PyTorch."""
+
+
+def _pack(tensor: Tensor) -> Any:
+    bucket = _bucket_of_memory.get(tensor.untyped_storage()._cdata)
+    if bucket is None or bucket.flat is None or tensor.dtype != bucket.flat.dtype:
+        return tensor
+    return bucket, bucket.owner.num_updates, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    bucket, num_updates, *layout = packed
+    if bucket.owner.num_updates != num_updates:
+        raise RuntimeError(
+            "A backward pass needs the weights of its forward pass. Received: a backward pass after the weights were "
+            "updated. Compute all gradients before `optimizer.apply`."
+        )
+    return torch.as_strided(bucket.owner.gathered(bucket), *layout)
+
+
+class WeightsOfOptimizer:
+    """The divided weights of one optimizer.
+
+    Args:
+        shards: the `FlatShards` of the optimizer.
+        ranks: the communicator of all ranks.
+        prefetch: the number of buckets to gather before they are needed.
+    """
+
+    def __init__(self, shards: Any, ranks: Any, prefetch: int) -> None:
+        if not all(shards._may_split[i] for i in shards._owners):
+            whole = [v.path for v, splits in zip(shards.variables, shards._may_split) if not splits]
+            raise ValueError(
+                "`ShardedWeights` divides each weight, so the optimizer must be element-wise, and weights must have no "
+                f"constraints. Received: weights that only one rank can update: {whole}. Remove `ShardedWeights`."
+            )
+        self._shards, self._ranks, self._prefetch = shards, ranks, prefetch
+        self._group_ref: Any = None
+        parameters = values_of(shards.variables)
+        self._buckets = [
+            _Bucket(number, self, [parameters[i] for i in bucket.variables], bucket.chunk)
+            for number, bucket in enumerate(shards._buckets)
+        ]
+        self._places: dict[int, tuple[_Bucket, int]] = {}
+        for bucket in self._buckets:
+            at = 0
+            for parameter in bucket.parameters:
+                self._places[id(parameter)] = bucket, at
+                parameter._keras_shardopt_holder = self
+                at += parameter.numel()
+        self.is_divided = False
+        self.num_updates = 0
+        self._orders: dict[bool, list[_Bucket]] = {}
+        self._order: list[_Bucket] | None = None
+        self._expected: list[_Bucket] = []
+        self._recent: list[_Bucket] = []
+        self.num_gathers = self.num_expected = 0
+        shards.hold(self)
+
+    # -- whole and divided -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def divide(self) -> None:
+        """Keep only this rank's slices of the weights."""
+        if self.is_divided:
+            return
+        self._copy_in()
+        rank = int(self._ranks.replica_id)
+        for bucket, made in zip(self._buckets, self._shards._buckets):
+            at = 0
+            for piece, stand_in in zip(made.pieces[rank], self._stand_ins(made, rank)):
+                stand_in.data = bucket.own[at : at + piece.size].view(stand_in.shape)
+                at += piece.size
+            for parameter in bucket.parameters:
+                parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
+                parameter.__class__ = HeldParameter
+        self.is_divided = True
+
+    @torch.no_grad()
+    def make_whole(self) -> None:
+        """Gather all weights. All ranks must call this together."""
+        if not self.is_divided:
+            return
+        self._forget()
+        for bucket in self._buckets:
+            self._begin(bucket)
+        for bucket in self._buckets:
+            flat = self._finish(bucket)
+            for parameter in bucket.parameters:
+                parameter.__class__ = torch.nn.Parameter
+                at = self._places[id(parameter)][1]
+                parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
+        self._forget()
+        self.is_divided = False
+
+    @torch.no_grad()
+    def _copy_in(self) -> None:
+        """Copy this rank's slices of whole weights."""
+        rank = int(self._ranks.replica_id)
+        for bucket, made in zip(self._buckets, self._shards._buckets):
+            at = 0
+            for piece in made.pieces[rank]:
+                (whole,) = values_of([self._shards.variables[piece.variable]])
+                bucket.own[at : at + piece.size].copy_(whole.reshape(-1)[piece.start : piece.stop])
+                at += piece.size
+
+    def _stand_ins(self, made: Any, rank: int) -> list[Tensor]:
+        return values_of([self._shards.stand_ins[piece.variable] for piece in made.pieces[rank]])
+
+    def before_update(self) -> None:
+        """Prepare for an update of this rank's slices."""
+        if self.is_divided:
+            self._forget()
+        else:
+            self._copy_in()
+
+    def after_update(self) -> None:
+        """If weights are whole, gather the updated slices."""
+        self.num_updates += 1
+        if not self.is_divided:
+            self.is_divided = True
+            self.make_whole()
+
+    @property
+    def _group(self) -> Any:
+        """The process group of gathers, so their order relative to gradients can differ between ranks."""
+        group = None if self._group_ref is None else self._group_ref()
+        if group is None:
+            group = another_group()
+            self._group_ref = weakref.ref(group)
+        return group
+
+    # -- one bucket --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _begin(self, bucket: _Bucket) -> None:
+        num, rank = self._ranks.num_replicas, int(self._ranks.replica_id)
+        bucket.flat = bucket.own.new_empty(num * bucket.chunk)
+        rows = bucket.flat.view(num, -1)
+        note("all_gather", [bucket.own], num)
+        self.num_gathers += 1
+        if dist.get_backend(self._group) != "gloo":
+            work = dist.all_gather_into_tensor(bucket.flat, bucket.own, group=self._group, async_op=True)
+            bucket.under_way = [work]
+            return
+        rows[rank].copy_(bucket.own)
+        for number, row in enumerate(rows):  # gloo's all-gather copies more (see `backends/torch/memory.py`)
+            with naming_missing_ranks(bucket.under_way):
+                bucket.under_way.append(dist.broadcast(row, number, group=self._group, async_op=True))
+
+    def _finish(self, bucket: _Bucket) -> Tensor:
+        flat = bucket.flat
+        assert flat is not None
+        for work in bucket.under_way:
+            with naming_missing_ranks(bucket.under_way):
+                wait_for(work)
+        bucket.under_way = []
+        _bucket_of_memory[flat.untyped_storage()._cdata] = bucket
+        return flat
+
+    def _release(self, bucket: _Bucket) -> None:
+        if bucket.flat is not None:
+            flat = self._finish(bucket)
+            del _bucket_of_memory[flat.untyped_storage()._cdata]
+            bucket.flat = None
+
+    def _forget(self) -> None:
+        self._recent = []
+        for bucket in self._buckets:
+            self._release(bucket)
+
+    # -- the order ---------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, trains: bool) -> None:
+        """Begin a step. It is expected to gather in the order of the previous step of the same kind."""
+        self._forget()
+        self._trains, self._order, self._expected = trains, [], self._orders.get(trains, [])
+        self._begin_expected()
+
+    def end_pass(self) -> None:
+        """Release all weights, and remember the order of gathers."""
+        assert self._order is not None
+        self._forget()
+        self._orders[self._trains], self._order, self._expected = self._order, None, []
+
+    def _ahead(self) -> list[_Bucket]:
+        at = len(self._order or ())
+        return self._expected[at : at + self._prefetch]
+
+    def _begin_expected(self) -> None:
+        for bucket in self._ahead():
+            if bucket.flat is None:
+                self._begin(bucket)
+
+    def gathered(self, bucket: _Bucket) -> Tensor:
+        """Return the memory of a bucket, gathered over all ranks. All ranks must make the same calls in a step."""
+        if bucket in self._recent:
+            assert bucket.flat is not None
+            return bucket.flat
+        at = len(self._order or ())
+        if self._expected[at : at + 1] == [bucket]:
+            self.num_expected += 1
+        else:
+            self._expected = []
+            numbers = [number for number, _ in announce("gathers a weight", bucket.number)]
+            if len(set(numbers)) > 1:
+                paths = [self._shards.variables[self._shards._buckets[n].variables[0]].path for n in numbers]
+                raise ValueError(
+                    "With `ShardedWeights`, all ranks must use the layers in the same order. Received, by rank: the "
+                    f"weights {paths}. Remove conditions on the rank or on values from `call`."
+                )
+        if bucket.flat is None:
+            self._begin(bucket)
+        flat = self._finish(bucket)
+        if self._order is not None:
+            self._order.append(bucket)
+        self._recent = [*self._recent[1 - _NUM_RECENT :], bucket]
+        kept = [*self._recent, *self._ahead()]
+        for other in self._buckets:
+            if other not in kept:
+                self._release(other)
+        self._begin_expected()
+        return flat
+
+    def values(self, parameter: Any, shares_grad: bool) -> Tensor:
+        """Return the values of a weight. With `shares_grad`, its gradients are those of the weight."""
+        bucket, at = self._places[id(parameter)]
+        flat = self.gathered(bucket)
+        if shares_grad:
+            part: Tensor = _Values.apply(parameter, flat, at)
+            return part
+        return flat[at : at + parameter.numel()].view(parameter.shape)
+
+    def store(self, parameter: Any) -> None:
+        """Copy the gathered values of the weight's bucket, which were changed in place, to this rank's slice."""
+        bucket, _ = self._places[id(parameter)]
+        assert bucket.flat is not None
+        bucket.own.copy_(bucket.flat.view(-1, bucket.chunk)[int(self._ranks.replica_id)])
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, flat: Tensor, at: int) -> Tensor:
+        return flat[at : at + parameter.numel()].view(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+class HeldParameter(torch.nn.Parameter):
+    """A weight whose values are divided among ranks. Functions get the gathered values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` with gathered values. Attributes such as `grad` and `shape` need no values."""
+        name, kwargs = func.__name__, kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("__get__", "__set__", "__delete__"):
+                needs_values = name == "__get__" and getattr(func.__self__, "__name__", "") in _DATA
+            else:
+                needs_values = name not in _WITHOUT_VALUES
+            if not needs_values:
+                return func(*args, **kwargs)
+            in_place = (name[-1] == "_" and name[-2:] != "__") or name == "__setitem__" or name.startswith("__i")
+            found: list[Any] = []
+
+            def values(value: Any) -> Any:
+                if isinstance(value, HeldParameter):
+                    found.append(value)
+                    shares = value.requires_grad and torch.is_grad_enabled() and not in_place
+                    return value._keras_shardopt_holder.values(value, shares)
+                if isinstance(value, (list, tuple)):
+                    return type(value)(map(values, value))
+                return value
+
+            result = func(*map(values, args), **{key: values(value) for key, value in kwargs.items()})
+            if in_place and found and args and args[0] is found[0]:
+                args[0]._keras_shardopt_holder.store(args[0])
+            return result
+
+
+_DATA = {"T", "mT", "H", "mH", "real", "imag", "data"}
+_WITHOUT_VALUES = {
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex"),
+    *("untyped_storage", "storage_offset", "__len__", "is_tensor", "new_full", "new_empty", "new_zeros"),
+}

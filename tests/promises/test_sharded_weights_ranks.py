@@ -1,0 +1,69 @@
+"""PyTorch: everything in rank_sharded_weights.py, on two and three ranks, in one spawn of workers each."""
+
+import functools
+
+import keras
+import pytest
+from support import checks, launch
+from support.suites import some
+
+import keras_shardopt as ks
+
+SOURCE = launch.SCRIPTS / "rank_sharded_weights.py"
+LONG = ["layers_use_weights_as_they_like", "options_of_updates_keep_their_meaning", "files_have_whole_weights"]
+LONG += [
+    "weights_can_be_set_between_calls_of_fit",
+    "steps_of_other_kinds",
+    "fit_continues_after_an_error",
+    "all_ranks_may_read_and_assign_in_callbacks",
+]
+RUNS = [(num_ranks, name) for num_ranks in (2, 3) for name in checks.names_in(SOURCE)]
+
+
+def is_default(run):
+    return run[0] == 2 and run[1] not in LONG
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Of a number of ranks: the names of the checks that passed, and what the workers printed in the others."""
+    folder = tmp_path_factory.mktemp("sharded_weights")
+
+    @functools.cache
+    def run(num_ranks, by_default):
+        names = [name for number, name in RUNS if number == num_ranks and is_default((number, name)) == by_default]
+        file = folder / f"{num_ranks}-{by_default}.json"
+        return checks.passed_and_failures(SOURCE, num_ranks, file, names, timeout_alone=90)
+
+    return run
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "name"), some(RUNS, is_default))
+def test_on_ranks(outcome, num_ranks, name):
+    passed, failures = outcome(num_ranks, is_default((num_ranks, name)))
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)
+    assert name in passed
+
+
+def test_options_that_contradict_it_are_errors():
+    if keras.config.backend() != "torch":
+        with pytest.raises(ValueError, match="PyTorch backend only"):
+            ks.CrossShard("sgd", shard_state=True, extensions=[ks.ShardedWeights()])
+        return
+    with pytest.raises(ValueError, match="shard_state=False"):
+        ks.CrossShard("sgd", extensions=[ks.ShardedWeights()])
+    with pytest.raises(ValueError, match="another extension"):
+        ks.CrossShard("sgd", shard_state=True, extensions=[ks.ShardedWeights(), ks.VirtualReplicas(2)])
+
+
+@pytest.mark.backends("torch")
+def test_one_process_keeps_whole_weights():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    optimizer = ks.CrossShard("sgd", shard_state=True, extensions=[ks.ShardedWeights(prefetch=0)])
+    model.compile(optimizer, "mse")
+    model.fit(keras.ops.ones((8, 4)), keras.ops.ones((8, 2)), verbose=0)
+    again = ks.CrossShard.from_config(optimizer.get_config())
+    assert repr(again) == repr(optimizer) and again.extensions[0].prefetch == 0
