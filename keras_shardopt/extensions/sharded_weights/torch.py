@@ -130,7 +130,6 @@ class WeightsOfOptimizer:
             at = 0
             for parameter in bucket.parameters:
                 self._places[id(parameter)] = bucket, at
-                parameter._keras_shardopt_holder = self
                 at += parameter.numel()
         self.is_divided = False
         self.num_updates = 0
@@ -157,6 +156,7 @@ class WeightsOfOptimizer:
                 at += piece.size
             for parameter in bucket.parameters:
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
+                parameter._keras_shardopt_holder = self
                 parameter.__class__ = HeldParameter
         self.is_divided = True
 
@@ -172,6 +172,7 @@ class WeightsOfOptimizer:
             flat = self._finish(bucket)
             for parameter in bucket.parameters:
                 parameter.__class__ = torch.nn.Parameter
+                del parameter._keras_shardopt_holder
                 at = self._places[id(parameter)][1]
                 parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
         self._forget()
@@ -362,6 +363,18 @@ class HeldParameter(torch.nn.Parameter):
             if in_place and found and args and args[0] is found[0]:
                 args[0]._keras_shardopt_holder.store(args[0])
             return result
+
+    def _whole(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self.data.clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Return a whole weight. All ranks must call this together."""
+        memo[id(self)] = copied = self._whole()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a whole weight. All ranks must call this together."""
+        return self._whole().__reduce_ex__(protocol)
 
 
 _DATA = {"T", "mT", "H", "mH", "real", "imag", "data"}

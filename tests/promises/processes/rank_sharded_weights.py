@@ -4,6 +4,8 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import copy
+import pickle
 import sys
 import warnings
 from unittest import mock
@@ -313,8 +315,27 @@ def files_have_whole_weights(scope):
         ks.load_sharded(loaded[1], f"{folder}{divides}-parts")
         again = keras.models.load_model(f"{folder}{divides}.keras")
         assert again.optimizer.extensions == () or "ShardedWeights" in repr(again.optimizer)
-        found.append([w for each in (*loaded, again) for w in each.get_weights()])
+        resumed = made(scope, cross_shard(scope, divides, keras.optimizers.Adam(0.01)))
+        fitted(resumed, epochs=2, callbacks=[ks.callbacks.BackupAndRestore(f"{folder}{divides}")])
+        assert resumed.optimizer.iterations == 2 * NUM_STEPS
+        found.append([w for each in (*loaded, again, resumed) for w in each.get_weights()])
     assert_same(*found)
+
+
+@check
+def copies_and_pickles_of_weights_are_whole(scope):
+    def compare(model):
+        for value in (variable.value for variable in model.trainable_variables):
+            for copied in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+                assert type(copied) is torch.nn.Parameter and copied.requires_grad
+                np.testing.assert_array_equal(copied.detach().numpy(), value.detach().numpy())
+        names.append({type(v.value).__name__ for v in model.trainable_variables})
+
+    names = []
+    model = made(scope, cross_shard(scope, True))
+    fitted(model, callbacks=[Reads(compare)])
+    compare(model)
+    assert names == [{"HeldParameter"}] * NUM_STEPS + [{"Parameter"}]
 
 
 @check
