@@ -172,7 +172,7 @@ class WeightsOfOptimizer:
             flat = self._finish(bucket)
             for parameter in bucket.parameters:
                 parameter.__class__ = torch.nn.Parameter
-                del parameter._keras_shardopt_holder
+                vars(parameter).pop("_keras_shardopt_holder", None)  # none after an update of whole weights
                 at = self._places[id(parameter)][1]
                 parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
         self._forget()
