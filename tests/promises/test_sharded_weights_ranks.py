@@ -12,6 +12,9 @@ import keras_shardopt as ks
 SOURCE = launch.SCRIPTS / "rank_sharded_weights.py"
 LONG = ["layers_use_weights_as_they_like", "options_of_updates_keep_their_meaning", "files_have_whole_weights"]
 LONG += [
+    "a_loop_of_the_program_may_change_weights_in_place",
+    "functions_of_the_program_get_and_save_weights",
+    "models_may_share_divided_weights_and_a_step_has_one_such_optimizer",
     "weights_can_be_set_between_calls_of_fit",
     "steps_of_other_kinds",
     "fit_continues_after_an_error",

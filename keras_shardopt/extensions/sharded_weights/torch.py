@@ -46,7 +46,13 @@ class ShardedStep(TrainStep):
     def before_step(self, begins_epoch: bool) -> None:
         """Divide the weights, if they are whole, as at the beginning of `fit`."""
         self.begin_fit()
-        for stage in dividing(self._session.reducers):
+        stages = dividing(self._session.reducers)
+        if len(stages) > 1:
+            raise ValueError(
+                "`ShardedWeights` is for one optimizer of a model. Received: a model with "
+                f"{len(stages)} optimizers that have it. Remove it from the others."
+            )
+        for stage in stages:
             shards = stage.context.optimizer._shards
             if stage.weights is None and shards is not None:
                 stage.weights = WeightsOfOptimizer(shards, self._session.ranks, stage.settings.prefetch)
@@ -77,17 +83,27 @@ class _Bucket:
         self.own = parameters[0].detach().new_zeros(chunk)
         self.flat: Tensor | None = None
         self.under_way: list[Any] = []
+        self.version = 0
+        """PyTorch's version of `flat` when it was gathered or stored. Changes in place increase it."""
 
 
 _bucket_of_memory: dict[int, _Bucket] = {}
 """The gathered buckets, by the address of their memory in PyTorch."""
 
+_place_of_memory: dict[int, tuple[weakref.ref[_Bucket], int]] = {}
+"""The bucket, and the position in it, of a weight without values, by the address of the weight's memory."""
+
 
 def _pack(tensor: Tensor) -> Any:
-    bucket = _bucket_of_memory.get(tensor.untyped_storage()._cdata)
-    if bucket is None or bucket.flat is None or tensor.dtype != bucket.flat.dtype:
+    address = tensor.untyped_storage()._cdata
+    reference, at = _place_of_memory.get(address, (None, 0))
+    held = reference() if reference is not None else None
+    if held is not None:  # a function of the program saves the weight itself, such as a `torch.autograd.Function`
+        return held, held.owner.num_updates, tensor.shape, torch.empty(tensor.shape, device="meta").stride(), at
+    found = _bucket_of_memory.get(address)
+    if found is None or found.flat is None or tensor.dtype != found.flat.dtype:
         return tensor
-    return bucket, bucket.owner.num_updates, tensor.size(), tensor.stride(), tensor.storage_offset()
+    return found, found.owner.num_updates, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -147,6 +163,9 @@ class WeightsOfOptimizer:
         """Keep only this rank's slices of the weights."""
         if self.is_divided:
             return
+        for parameter in (each for bucket in self._buckets for each in bucket.parameters):
+            if isinstance(parameter, HeldParameter):  # of another optimizer: a model with the same layers has one
+                parameter._keras_shardopt_holder.make_whole()
         self._copy_in()
         rank = int(self._ranks.replica_id)
         for bucket, made in zip(self._buckets, self._shards._buckets):
@@ -157,6 +176,8 @@ class WeightsOfOptimizer:
             for parameter in bucket.parameters:
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
                 parameter._keras_shardopt_holder = self
+                at = self._places[id(parameter)][1]
+                _place_of_memory[parameter.untyped_storage()._cdata] = weakref.ref(bucket), at
                 parameter.__class__ = HeldParameter
         self.is_divided = True
 
@@ -171,7 +192,9 @@ class WeightsOfOptimizer:
         for bucket in self._buckets:
             flat = self._finish(bucket)
             for parameter in bucket.parameters:
-                parameter.__class__ = torch.nn.Parameter
+                if isinstance(parameter, HeldParameter):
+                    parameter.__class__ = torch.nn.Parameter
+                    del _place_of_memory[parameter.untyped_storage()._cdata]
                 vars(parameter).pop("_keras_shardopt_holder", None)  # none after an update of whole weights
                 at = self._places[id(parameter)][1]
                 parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
@@ -239,6 +262,8 @@ class WeightsOfOptimizer:
         for work in bucket.under_way:
             with naming_missing_ranks(bucket.under_way):
                 wait_for(work)
+        if bucket.under_way:
+            bucket.version = flat._version
         bucket.under_way = []
         _bucket_of_memory[flat.untyped_storage()._cdata] = bucket
         return flat
@@ -246,6 +271,7 @@ class WeightsOfOptimizer:
     def _release(self, bucket: _Bucket) -> None:
         if bucket.flat is not None:
             flat = self._finish(bucket)
+            self.store_changes(bucket, flat)
             del _bucket_of_memory[flat.untyped_storage()._cdata]
             bucket.flat = None
 
@@ -316,11 +342,24 @@ class WeightsOfOptimizer:
             return part
         return flat[at : at + parameter.numel()].view(parameter.shape)
 
-    def store(self, parameter: Any) -> None:
-        """Copy the gathered values of the weight's bucket, which were changed in place, to this rank's slice."""
+    def place(self, parameter: Any) -> tuple[_Bucket, Tensor, int]:
+        """Return the bucket of a weight that has just been gathered, its values, and their version."""
         bucket, _ = self._places[id(parameter)]
         assert bucket.flat is not None
-        bucket.own.copy_(bucket.flat.view(-1, bucket.chunk)[int(self._ranks.replica_id)])
+        return bucket, bucket.flat, bucket.flat._version
+
+    @torch.no_grad()
+    def store_changes(self, bucket: _Bucket, flat: Tensor, version: int | None = None) -> None:
+        """Keep changes that were made in place to gathered values since a version, by default since the gathering."""
+        now = flat._version
+        if now == (bucket.version if version is None else version):
+            return
+        bucket.own.copy_(flat.view(-1, bucket.chunk)[int(self._ranks.replica_id)])
+        if bucket.flat is flat:
+            bucket.version = now
+        elif bucket.flat is not None:  # gathered again, before the change
+            self._recent = [each for each in self._recent if each is not bucket]
+            self._release(bucket)
 
 
 class _Values(torch.autograd.Function):
@@ -340,28 +379,30 @@ class HeldParameter(torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with gathered values. Attributes such as `grad` and `shape` need no values."""
         name, kwargs = func.__name__, kwargs or {}
+        attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__", "__delete__") else None
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("__get__", "__set__", "__delete__"):
-                needs_values = name == "__get__" and getattr(func.__self__, "__name__", "") in _DATA
-            else:
-                needs_values = name not in _WITHOUT_VALUES
-            if not needs_values:
+            if (attribute not in _DATA) if attribute is not None else name in _WITHOUT_VALUES:
                 return func(*args, **kwargs)
             in_place = (name[-1] == "_" and name[-2:] != "__") or name == "__setitem__" or name.startswith("__i")
             found: list[Any] = []
 
             def values(value: Any) -> Any:
                 if isinstance(value, HeldParameter):
-                    found.append(value)
-                    shares = value.requires_grad and torch.is_grad_enabled() and not in_place
-                    return value._keras_shardopt_holder.values(value, shares)
+                    shares = value.requires_grad and torch.is_grad_enabled() and not in_place and attribute is None
+                    held = value._keras_shardopt_holder.values(value, shares)
+                    found.append((value._keras_shardopt_holder, *value._keras_shardopt_holder.place(value)))
+                    return held
                 if isinstance(value, (list, tuple)):
                     return type(value)(map(values, value))
                 return value
 
-            result = func(*map(values, args), **{key: values(value) for key, value in kwargs.items()})
-            if in_place and found and args and args[0] is found[0]:
-                args[0]._keras_shardopt_holder.store(args[0])
+            if attribute == "data":  # `data` itself would not share the version of the values
+                with torch.no_grad():
+                    result = values(args[0]).copy_(args[1]) if name == "__set__" else values(args[0]).detach()
+            else:
+                result = func(*map(values, args), **{key: values(value) for key, value in kwargs.items()})
+            for holder, *place in found:
+                holder.store_changes(*place)
             return result
 
     def _whole(self) -> torch.nn.Parameter:
@@ -382,4 +423,5 @@ _WITHOUT_VALUES = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex"),
     *("untyped_storage", "storage_offset", "__len__", "is_tensor", "new_full", "new_empty", "new_zeros"),
+    *("grad", "backward"),  # of `torch.autograd`, which take leaves
 }

@@ -322,6 +322,122 @@ def files_have_whole_weights(scope):
     assert_same(*found)
 
 
+CHANGES = {
+    "data": lambda weights: [w.data.clamp_(-0.1, 0.1) for w in weights],
+    "set data": lambda weights: [setattr(w, "data", w.data * 0.5) for w in weights],
+    "view": lambda weights: [w[0].zero_() for w in weights],
+    "out": lambda weights: [torch.clamp(w, -0.1, 0.1, out=w) for w in weights],
+    "initializer": lambda weights: [torch.nn.init.constant_(w, 0.1) for w in weights],
+    "all at once": lambda weights: torch._foreach_mul_(weights, 0.5),
+    "one vector": lambda weights: torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(weights) * 0.5, weights
+    ),
+}
+
+
+class Loop(keras.Model):
+    """Applies an optimizer in a step of its own, then changes the weights in place, in one of several ways."""
+
+    def __init__(self, change, inputs):
+        super().__init__()
+        self.parts, self.change, self.inputs_of_backward = dense(), CHANGES[change], inputs
+        self.build((None, problem.NUM_FEATURES))
+
+    def call(self, x):
+        return self.parts(x)
+
+    def train_step(self, data):
+        loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        weights = [variable.value for variable in self.trainable_weights]
+        if self.inputs_of_backward:
+            self.zero_grad()
+            loss.backward(inputs=weights)
+            grads = [weight.grad for weight in weights]
+        else:
+            grads = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            self.optimizer.apply(grads, self.trainable_weights)
+            self.change(weights)
+        return {"loss": loss}
+
+
+@check
+def a_loop_of_the_program_may_change_weights_in_place(scope):
+    for i, change in enumerate(CHANGES):
+        found = []
+        for divides in (False, True):
+            model = made(scope, cross_shard(scope, divides), lambda: Loop(change, i % 2 == 0))  # noqa: B023
+            fitted(model)
+            found.append(model.get_weights())
+        assert_same(*found)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+class Calls(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        return self.function(x, self.kernel.value)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@check
+def functions_of_the_program_get_and_save_weights(scope):
+    def recomputed(x, weight):
+        return torch.utils.checkpoint.checkpoint(lambda x, w: torch.tanh(x @ w), x, weight, use_reentrant=False)
+
+    for function in (Product.apply, recomputed):
+        assert_same(*trained_both_ways(scope, lambda: dense(Calls(function))))  # noqa: B023
+
+
+@check
+def models_may_share_divided_weights_and_a_step_has_one_such_optimizer(scope):
+    found = []
+    for divides in (False, True):
+        first = made(scope, cross_shard(scope, divides))
+        second = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *first.layers])
+        second.compile(cross_shard(scope, divides), "mae")
+        ks.prepare(second, auto_shard=True)
+        for _ in range(3):
+            for model in (first, second):
+                model.train_on_batch(*problem.data(1))
+        found.append(first.get_weights())
+    assert_same(*found)
+
+    class Two(keras.Sequential):
+        def compile(self, optimizer, other, **arguments):
+            super().compile(optimizer, **arguments)
+            self.other = other
+
+        def train_step(self, data):
+            raise AssertionError("is refused before")
+
+    model = Two(dense().layers)
+    model.compile(cross_shard(scope, True), cross_shard(scope, True), loss="mse")
+    for optimizer, part in ((model.optimizer, model.layers[:2]), (model.other, model.layers[2:])):
+        optimizer.build([v for layer in part for v in layer.trainable_variables])
+    ks.prepare(model, auto_shard=True)
+    refused(lambda: fitted(model), ValueError, "one optimizer of a model")
+
+
 @check
 def copies_and_pickles_of_weights_are_whole(scope):
     def compare(model):
