@@ -403,6 +403,8 @@ class HeldParameter(torch.nn.Parameter):
                 result = func(*map(values, args), **{key: values(value) for key, value in kwargs.items()})
             for holder, *place in found:
                 holder.store_changes(*place)
+            # `values` refers to itself, so until garbage is collected, `found` would keep the memory of buckets.
+            found.clear()
             return result
 
     def _whole(self) -> torch.nn.Parameter:
