@@ -56,7 +56,7 @@ def train(config):
         divides = shared and keras.config.backend() != "tensorflow"
         model = make_model(shard_state=bool(divides))
     x, y = make_data()
-    folder = pathlib.Path(shared or tempfile.mkdtemp())  # on this machine only
+    folder = pathlib.Path(shared or tempfile.mkdtemp())  # or on this machine
     latest = ray.train.get_checkpoint()  # None, unless Ray has started this job again
     if latest is not None:
         latest.to_directory(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
@@ -125,6 +125,12 @@ class ExtensionStage(Stage):
 
     restores_skipped_updates: bool = False
     """Whether this stage restores moving statistics after skipped updates. If False, the optimizer restores them."""
+
+    @classmethod
+    def found_in(cls, optimizers: Iterable[Any]) -> list[Self]:
+        """Return the stages of this class in these optimizers. Optimizers other than `CrossShard` have none."""
+        stages = [stage for each in optimizers for stage in getattr(each, "extension_stages", ())]
+        return [stage for stage in stages if isinstance(stage, cls)]
 
     def check_outside(self, outer: Any) -> None:
         """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""

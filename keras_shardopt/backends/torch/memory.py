@@ -111,10 +111,13 @@ class Gathering:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def begin(self, flat: Tensor) -> None:
-        """Begin an in-place all-gather of `flat`, in which each rank has filled its own slice."""
+    def begin(self, flat: Tensor, group: Any = None) -> None:
+        """Begin an in-place all-gather of `flat`, in which each rank has filled its own slice.
+
+        `group` is another process group of the same ranks. None: that of the replicas.
+        """
         rows = flat.view(self._replicas.num_replicas, -1)
-        own, group = rows[self._replicas.replica_id], self._replicas._process_group
+        own, group = rows[self._replicas.replica_id], group or self._replicas._process_group
         note("all_gather", [own], self._replicas.num_replicas)
         if dist.get_backend(group) == "gloo":
             # Broadcast each row instead: gloo's all-gather allocates an array of this size and copies twice (PyTorch

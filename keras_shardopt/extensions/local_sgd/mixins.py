@@ -25,12 +25,7 @@ _WAS_READ = "_keras_shardopt_looked"
 
 def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
     """Return the object that runs local SGD (`LocalUpdates`) of each optimizer that has one."""
-    return [
-        each
-        for optimizer in optimizers
-        for each in getattr(optimizer, "extension_stages", ())
-        if isinstance(each, LocalUpdates)
-    ]
+    return LocalUpdates.found_in(optimizers)
 
 
 def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -87,13 +86,3 @@ class DividedWeights(ExtensionStage):
         """Make the weights whole until the next training step."""
         if self.weights is not None:
             self.weights.make_whole()
-
-
-def dividing(optimizers: Iterable[Any]) -> list[DividedWeights]:
-    """Return the `DividedWeights` of each optimizer that has one."""
-    return [
-        each
-        for optimizer in optimizers
-        for each in getattr(optimizer, "extension_stages", ())
-        if isinstance(each, DividedWeights)
-    ]

@@ -2,29 +2,28 @@
 
 A weight without values is a `HeldParameter`. PyTorch passes each function of it to `__torch_function__`, and there it
 is replaced by a part of its gathered bucket. Tensors that autograd saves for the backward pass are replaced by a
-description (`pack`), so a bucket's memory is freed after its last use, and gathered again by the backward pass.
+description (`_pack`), so a bucket's memory is freed after its last use, and gathered again by the backward pass.
 
 Ranks must gather in the same order. Each rank records the order of a step. In the next step, a gather in this order
 needs no further communication, and begins before it is needed. Other gathers are announced to all ranks.
 
 Private names of PyTorch: `torch._C.DisableTorchFunctionSubclass` - calls functions of a subclass of tensors unchanged;
-`UntypedStorage._cdata` - the address of a storage.
+`UntypedStorage._cdata` - the address of a storage; `Tensor._version` - counts changes in place.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from keras_shardopt.backends.torch.held import values_of
-from keras_shardopt.backends.torch.process_group import announce, another_group, naming_missing_ranks, wait_for
-from keras_shardopt.backends.traffic import note
-from keras_shardopt.extensions.sharded_weights.settings import dividing
+from keras_shardopt.backends.torch.memory import Gathering
+from keras_shardopt.backends.torch.process_group import announce, another_group
+from keras_shardopt.extensions.sharded_weights.settings import DividedWeights
 from keras_shardopt.fit.torch.step import TrainStep
 from keras_shardopt.numerics import Tensor
 
@@ -46,7 +45,7 @@ class ShardedStep(TrainStep):
     def before_step(self, begins_epoch: bool) -> None:
         """Divide the weights, if they are whole, as at the beginning of `fit`."""
         self.begin_fit()
-        stages = dividing(self._session.reducers)
+        stages = DividedWeights.found_in(self._session.reducers)
         if len(stages) > 1:
             raise ValueError(
                 "`ShardedWeights` is for one optimizer of a model. Received: a model with "
@@ -61,9 +60,8 @@ class ShardedStep(TrainStep):
 
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run a step with an order of gathers, and without the weights in tensors that autograd saves."""
-        divided = [
-            s.weights for s in dividing(self._session.reducers) if s.weights is not None and s.weights.is_divided
-        ]
+        found = [stage.weights for stage in DividedWeights.found_in(self._session.reducers)]
+        divided = [weights for weights in found if weights is not None and weights.is_divided]
         if divided:
             self._session.confirm()  # before the forward pass, because it exchanges weights
         for weights in divided:
@@ -82,7 +80,8 @@ class _Bucket:
         self.number, self.owner, self.parameters, self.chunk = number, owner, list(parameters), chunk
         self.own = parameters[0].detach().new_zeros(chunk)
         self.flat: Tensor | None = None
-        self.under_way: list[Any] = []
+        self.gathering: Gathering | None = None
+        """The gathering of `flat`, until it has finished."""
         self.version = 0
         """PyTorch's version of `flat` when it was gathered or stored. Changes in place increase it."""
 
@@ -135,6 +134,7 @@ class WeightsOfOptimizer:
                 f"constraints. Received: weights that only one rank can update: {whole}. Remove `ShardedWeights`."
             )
         self._shards, self._ranks, self._prefetch = shards, ranks, prefetch
+        self._rank = int(ranks.replica_id)
         self._group_ref: Any = None
         parameters = values_of(shards.variables)
         self._buckets = [
@@ -153,7 +153,7 @@ class WeightsOfOptimizer:
         self._order: list[_Bucket] | None = None
         self._expected: list[_Bucket] = []
         self._recent: list[_Bucket] = []
-        self.num_gathers = self.num_expected = 0
+        self.num_gathers = 0
         shards.hold(self)
 
     # -- whole and divided -------------------------------------------------------------------------------------------
@@ -167,12 +167,10 @@ class WeightsOfOptimizer:
             if isinstance(parameter, HeldParameter):  # of another optimizer: a model with the same layers has one
                 parameter._keras_shardopt_holder.make_whole()
         self._copy_in()
-        rank = int(self._ranks.replica_id)
-        for bucket, made in zip(self._buckets, self._shards._buckets):
-            at = 0
-            for piece, stand_in in zip(made.pieces[rank], self._stand_ins(made, rank)):
-                stand_in.data = bucket.own[at : at + piece.size].view(stand_in.shape)
-                at += piece.size
+        for piece, own in self._own_pieces():
+            (stand_in,) = values_of([self._shards.stand_ins[piece.variable]])
+            stand_in.data = own.view(stand_in.shape)
+        for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
                 parameter._keras_shardopt_holder = self
@@ -196,24 +194,24 @@ class WeightsOfOptimizer:
                     parameter.__class__ = torch.nn.Parameter
                     del _place_of_memory[parameter.untyped_storage()._cdata]
                 vars(parameter).pop("_keras_shardopt_holder", None)  # none after an update of whole weights
-                at = self._places[id(parameter)][1]
-                parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
+                parameter.data = _part(parameter, flat, self._places[id(parameter)][1])
         self._forget()
         self.is_divided = False
 
     @torch.no_grad()
     def _copy_in(self) -> None:
         """Copy this rank's slices of whole weights."""
-        rank = int(self._ranks.replica_id)
+        for piece, own in self._own_pieces():
+            (whole,) = values_of([self._shards.variables[piece.variable]])
+            own.copy_(whole.reshape(-1)[piece.start : piece.stop])
+
+    def _own_pieces(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield this rank's slices of weights, each with the part of its bucket's `own`."""
         for bucket, made in zip(self._buckets, self._shards._buckets):
             at = 0
-            for piece in made.pieces[rank]:
-                (whole,) = values_of([self._shards.variables[piece.variable]])
-                bucket.own[at : at + piece.size].copy_(whole.reshape(-1)[piece.start : piece.stop])
+            for piece in made.pieces[self._rank]:
+                yield piece, bucket.own[at : at + piece.size]
                 at += piece.size
-
-    def _stand_ins(self, made: Any, rank: int) -> list[Tensor]:
-        return values_of([self._shards.stand_ins[piece.variable] for piece in made.pieces[rank]])
 
     def before_update(self) -> None:
         """Prepare for an update of this rank's slices."""
@@ -242,29 +240,22 @@ class WeightsOfOptimizer:
 
     @torch.no_grad()
     def _begin(self, bucket: _Bucket) -> None:
-        num, rank = self._ranks.num_replicas, int(self._ranks.replica_id)
-        bucket.flat = bucket.own.new_empty(num * bucket.chunk)
-        rows = bucket.flat.view(num, -1)
-        note("all_gather", [bucket.own], num)
+        bucket.flat = bucket.own.new_empty(self._ranks.num_replicas * bucket.chunk)
+        self._own_row(bucket, bucket.flat).copy_(bucket.own)
         self.num_gathers += 1
-        if dist.get_backend(self._group) != "gloo":
-            work = dist.all_gather_into_tensor(bucket.flat, bucket.own, group=self._group, async_op=True)
-            bucket.under_way = [work]
-            return
-        rows[rank].copy_(bucket.own)
-        for number, row in enumerate(rows):  # gloo's all-gather copies more (see `backends/torch/memory.py`)
-            with naming_missing_ranks(bucket.under_way):
-                bucket.under_way.append(dist.broadcast(row, number, group=self._group, async_op=True))
+        bucket.gathering = Gathering(self._ranks)
+        bucket.gathering.begin(bucket.flat, self._group)
+
+    def _own_row(self, bucket: _Bucket, flat: Tensor) -> Tensor:
+        row: Tensor = flat.view(-1, bucket.chunk)[self._rank]
+        return row
 
     def _finish(self, bucket: _Bucket) -> Tensor:
         flat = bucket.flat
         assert flat is not None
-        for work in bucket.under_way:
-            with naming_missing_ranks(bucket.under_way):
-                wait_for(work)
-        if bucket.under_way:
-            bucket.version = flat._version
-        bucket.under_way = []
+        if bucket.gathering is not None:
+            bucket.gathering.finish()
+            bucket.gathering, bucket.version = None, flat._version
         _bucket_of_memory[flat.untyped_storage()._cdata] = bucket
         return flat
 
@@ -309,9 +300,7 @@ class WeightsOfOptimizer:
             assert bucket.flat is not None
             return bucket.flat
         at = len(self._order or ())
-        if self._expected[at : at + 1] == [bucket]:
-            self.num_expected += 1
-        else:
+        if self._expected[at : at + 1] != [bucket]:
             self._expected = []
             numbers = [number for number, _ in announce("gathers a weight", bucket.number)]
             if len(set(numbers)) > 1:
@@ -340,7 +329,7 @@ class WeightsOfOptimizer:
         if shares_grad:
             part: Tensor = _Values.apply(parameter, flat, at)
             return part
-        return flat[at : at + parameter.numel()].view(parameter.shape)
+        return _part(parameter, flat, at)
 
     def place(self, parameter: Any) -> tuple[_Bucket, Tensor, int]:
         """Return the bucket of a weight that has just been gathered, its values, and their version."""
@@ -354,7 +343,7 @@ class WeightsOfOptimizer:
         now = flat._version
         if now == (bucket.version if version is None else version):
             return
-        bucket.own.copy_(flat.view(-1, bucket.chunk)[int(self._ranks.replica_id)])
+        bucket.own.copy_(self._own_row(bucket, flat))
         if bucket.flat is flat:
             bucket.version = now
         elif bucket.flat is not None:  # gathered again, before the change
@@ -362,10 +351,15 @@ class WeightsOfOptimizer:
             self._release(bucket)
 
 
+def _part(parameter: Tensor, flat: Tensor, at: int) -> Tensor:
+    """Return the values of a weight, which begin at this position of its bucket's memory."""
+    return flat[at : at + parameter.numel()].view(parameter.shape)
+
+
 class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, flat: Tensor, at: int) -> Tensor:
-        return flat[at : at + parameter.numel()].view(parameter.shape)
+        return _part(parameter, flat, at)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

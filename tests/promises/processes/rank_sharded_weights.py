@@ -115,7 +115,7 @@ def fitted(model, num_steps=NUM_STEPS, **arguments):
 
 
 def held_by(model):
-    ((stage,),) = [optimizer.extension_stages for optimizer in [model.optimizer]]
+    (stage,) = model.optimizer.extension_stages
     return stage.weights
 
 
