@@ -63,7 +63,7 @@ class Compression(Configured):
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the matrix that `PowerSGD` multiplies with a variable's first gradient; None for other codecs."""
+        """Return the first matrix $Q$ of `PowerSGD` for the variable at `position`. Other codecs return None."""
         del variable, position
         return None
 
@@ -96,7 +96,7 @@ class Compression(Configured):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Encode tensors and sum them over replicas: run each collective that `legs` yields, on `comm`."""
+        """Sum encoded tensors over replicas: run `legs` with these arguments, and each collective that it yields."""
         legs = self.legs(tensors, along, comm.num_replicas, comm.replica_id, update, factors)
         found: Any = None
         while True:
@@ -145,8 +145,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # Each replica has also encoded the sum of its slice. Add the rounding error of this second encoding to its
-        # other errors.
+        # The second leg encodes this replica's slice of the sums. Add its rounding error to the replica's other errors.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []
@@ -222,7 +221,7 @@ class _Quantized(CodedInTwoLegs):
     def quantized(self, values: Tensor, key: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
         """Return the integers as float32 of shape `[blocks, block]`, and the scales in bfloat16.
 
-        The scale of a block with NaN or infinity is NaN.
+        The scale of a block with NaN or infinity is NaN. The ints in `key` seed stochastic rounding.
         """
         rows = ops.reshape(values, (-1, self.block))
         sizes = ops.abs(rows)
@@ -280,7 +279,7 @@ class Int8(_Quantized):
         super().__init__(block, rounding, seed, error_feedback)
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Return one int8 per element, and the scales of blocks."""
+        """Return one int8 per element, and the scales of blocks. The ints in `key` seed stochastic rounding."""
         steps, scales = self.quantized(values, key)
         return [ops.cast(ops.reshape(steps, (-1,)), "int8"), scales]
 
@@ -296,7 +295,7 @@ class Int4(_Quantized):
 
     Args:
         block: int, a multiple of 8. Number of elements per scale. 64 by default: 0.531 bytes per element. 256
-            needs 0.508 bytes, but increased the loss of a language model five times as much.
+            needs 0.508 bytes, but increased the loss of a language model five times as much as 64.
         rounding: "nearest" (default), or "stochastic": up or down at random, with the exact value as mean.
         seed: int >= 0, 0 by default. Seed of stochastic rounding, with the same random numbers on every backend.
         error_feedback: bool, True by default: each replica adds its rounding errors to its next gradients.
@@ -323,10 +322,10 @@ class Int4(_Quantized):
         super().__init__(block, rounding, seed, error_feedback)
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Return one uint8 per two elements, and the scales of blocks."""
+        """Return one uint8 per two elements, and the scales of blocks. The ints in `key` seed stochastic rounding."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
-        # Integers cannot be NaN or infinite, so send 0. The scale of such a block is NaN, so it still decodes to NaN.
+        # Integers cannot represent NaN or infinity, so send 0. The block's scale is NaN, so the block decodes to NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]
@@ -375,7 +374,7 @@ class PowerSGD(Compression):
         self.seed = check.integer("seed", seed, at_least=0)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """Return the first $Q$ of a variable. None for tensors that are sent unchanged."""
+        """Return the first matrix $Q$ for the variable at `position`. None if its gradients are sent unchanged."""
         shape = tuple(variable.shape)
         if len(shape) < 2:
             return None
@@ -423,7 +422,7 @@ class PowerSGD(Compression):
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """Encode and sum tensors. If `update` is traced, compile two branches: the warm-up, and later updates."""
+        """Encode and sum tensors. If `update`, the number of updates, is traced, compile warm-up and later updates."""
 
         def reduce(update: Any) -> Reduced:
             return super(PowerSGD, self).reduce(tensors, along, comm, update, factors)

@@ -55,13 +55,13 @@ class CodedBucket:
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
         self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
-        self._receive: Callable[[], list[Tensor]] | None = None  # returns a result; keeps no collective alive
+        self._receive: Callable[[], list[Tensor]] | None = None  # returns the result of the last `send`
 
     def open(self) -> None:
         """Do nothing, because this bucket has no buffer to prepare."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Store the gradient of variable `i`. If `grad` is None, the compression error is sent in a later step."""
+        """Store `grad * weight` of variable `i`. If `grad` is None, the compression error is sent in a later step."""
         self._grads.pop(i, None)
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight
@@ -83,7 +83,7 @@ class CodedBucket:
         return work
 
     def receive(self, adds: bool = False) -> None:
-        """Take the result of the finished collective, and start the next one of this bucket."""
+        """Take the result of the finished collective, and start the next one. `adds`, for other buckets, is ignored."""
         del adds
         self._start_next()
 
@@ -122,7 +122,7 @@ class CodedBucket:
             raise
 
     def local_nonfinite(self) -> list[int]:
-        """Return an empty list: the caller can check the gradients, because this bucket does not overwrite them."""
+        """Return an empty list: this bucket does not overwrite gradients, so the caller can find non-finite ones."""
         return []
 
     def is_finite(self) -> Tensor:
@@ -133,7 +133,7 @@ class CodedBucket:
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Return buckets for gradients shaped like `tensors`. The last bucket also sums `num_flags` other numbers."""
+    """Return a `CodedBucket` for each group of gradients like `tensors`. The last also sums `num_flags` numbers."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The backward pass fills the bucket of the first variable last, so put this bucket last. Buckets are sent in order.
     groups = sorted(buckets_by_dtype(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)

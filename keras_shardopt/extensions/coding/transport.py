@@ -24,7 +24,7 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""The start of a key in `Step.notes`, for the `PowerSGD` matrix of a variable. The variable's index follows."""
+"""Prefix of the keys of `PowerSGD` matrices in the dict `Step.notes`. The index of the variable follows."""
 
 # None except on TensorFlow. There, collectives cannot run inside a branch of `cond`, so `PowerSGD` has no warm-up.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
@@ -109,7 +109,7 @@ class CodedTransport(Transport):
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """Return the means over replicas of tensors that are sent encoded, such as weight changes of `LocalSGD`.
+        """Return means over replicas of `tensors`, sent encoded: the weight changes of the variables at `places`.
 
         Raises:
             ValueError: if the backend does not support the codec.
@@ -146,7 +146,7 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # If this replica has no gradient of a variable, keep the compression error: perhaps no replica has a gradient.
+        # The errors of variables without a gradient here wait for a later update: perhaps no replica has a gradient.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
         # Gradients contain this factor, the loss scale. Compression errors (residuals) are stored without the factor.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
@@ -165,7 +165,7 @@ class Coded(Transfer):
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the sums or means over replicas of gradients and of `along`. Only the gradients are sent encoded."""
+        """Reduce encoded gradients (`tensors`) of the variables at `places`, and unencoded `along`, over replicas."""
         if not places:
             return super().all_reduce(places, tensors, along, op)
         mine, factors = self._inputs(places, tensors)
@@ -177,7 +177,7 @@ class Coded(Transfer):
     def legs_of(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
     ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
-        """Reduce like `all_reduce`, but yield each collective to the caller. `op="mean"` does not apply to `along`.
+        """Reduce like `all_reduce`, but yield each collective to the caller. Return sums of `along`, even for "mean".
 
         Args:
             places: the positions of the variables.
@@ -217,7 +217,7 @@ class Coded(Transfer):
     def reduce_scatter(
         self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum encoded gradients. Return only this replica's slices of the sums or means, and the reduced `along`."""
+        """Reduce encoded gradients: `rows` has a row of slices per replica. Return this replica's row, and `along`."""
         del length, dtype
         slices, more = rows, [] if along is None else [along]
         codec, size, me = self.codec, self.comm.num_replicas, self.comm.replica_id

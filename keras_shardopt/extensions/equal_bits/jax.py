@@ -55,10 +55,10 @@ from keras_shardopt.update.trainer_context import batch_shared, row_share
 
 @contextlib.contextmanager
 def compiled_identically(model: Any, num_parts: int) -> Iterator[None]:
-    """Make XLA compile Keras' steps in the same way for one device and several.
+    """In this block, make XLA compile Keras' steps in the same way for one device and several.
 
     Raises:
-        ValueError: if the model's steps are not compiled by XLA.
+        ValueError: if the model's steps are not compiled by XLA. The message contains `num_parts`.
     """
     if model.run_eagerly or not model.jit_compile:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
@@ -78,11 +78,11 @@ def _passes_left_out() -> str:
 
 
 def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Run the forward and backward passes of each replica on its parts of a batch.
+    """Run the forward and backward passes of each replica on its parts of a batch. `reducer` is the `CrossShard`.
 
     Returns:
-        Five values for the whole batch: a tuple (`Step.grads`, `found_inf`: which is non-finite, and `notes`); the
-        loss; the predictions; and the new values of non-trainable variables and of metric variables.
+        Five values for the whole batch: a tuple (gradients, position of a non-finite one, and `Step.notes`); the loss;
+        the predictions; and the new values of non-trainable variables and of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
@@ -198,7 +198,7 @@ class _Parts:
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
-        """Return the values of non-trainable and metric variables at the start of one part of the batch."""
+        """Return the values of non-trainable and metric variables at the start of a part. `kept`: before the batch."""
         started = [
             value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
             for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
@@ -206,7 +206,7 @@ class _Parts:
         return started[: self._num_others], started[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """Return two lists of values after one part of a batch: those to sum over all parts, and those to keep."""
+        """From values before (`kept`) and after (`changed`) a part of a batch, return those to sum, and to keep."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -218,7 +218,7 @@ class _Parts:
         return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
 
     def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
-        """Return the loss of the batch, then the value of each variable after this batch."""
+        """Combine the results of all parts. Return the loss of the batch, then each variable's new value."""
         loss, *totals = Tree(replicas, self._num_parts).all_reduce([loss, *sums], "sum")
         num_counting = -(-self._all_rows // self._rows)
         left, after = iter(totals), [loss / self._num_parts]
@@ -346,7 +346,7 @@ class PartsStep(TrainStep):
         return compiled_identically(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Return True. One device needs this step too, or its results would differ from those of several devices."""
+        """Return True: one device must also use this step, or its results would differ from those of several."""
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
@@ -358,7 +358,7 @@ class PartsStep(TrainStep):
         return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
-        """Run a step of `evaluate` on each part of the batch, so its logs do not depend on the number of devices."""
+        """Evaluate each part of the batch, so logs do not depend on the number of devices; `real` is a custom step."""
         model, distribution = self.model, keras.distribution.distribution()
         if model.__class__.test_step is not keras.Model.test_step:
             return real(state, data)

@@ -1,4 +1,4 @@
-"""Chooses the number of parts of a batch for `VirtualReplicas`. Checks that the model can train in parts."""
+"""`VirtualReplicas` trains on parts of a batch, one after another: their number, and checks of the model."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree. Each is a sum over a replica's parts of a batch.
+    """A communicator that sums tensors over replicas in a binary tree, after each replica has summed its parts.
 
     Args:
         replicas: the replicas.
@@ -216,7 +216,7 @@ class SumOfParts(ExtensionStage):
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Add the gradients of one part of the batch to the sum. Call `proceed` only for this replica's last part."""
+        """Add the gradients of one part of the batch to a sum. After the last part, call `proceed`, the update."""
         if self._optimizer.pipeline.resumed.is_reduced:  # a trainer has already called `reduced`
             proceed(step)
         else:

@@ -47,7 +47,7 @@ from keras_shardopt.wrapping.rollback import before_more, watching_layers
 def in_parts(
     session: Session, kept: KeptState, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
 ) -> Any:
-    """Run a step on each of this rank's parts of a batch. Return the logs of the whole batch."""
+    """Run Keras's step (`real`) on each of this rank's parts of a batch. Return the logs of the whole batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     reducer, given = session.reducer, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
@@ -65,7 +65,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # If a part of the batch has no rows, run the model on one row that does not count, because it needs input.
+            # If a part of the batch has no rows, run the model on one row that does not count: a model needs input.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
@@ -92,7 +92,8 @@ def _each_part(
 ) -> Iterator[Any]:
     """Yield the logs of `step` on each of this rank's parts of a batch.
 
-    If losses are divided by sums over the whole batch, such as those of sample weights, first compute these sums.
+    If losses are divided by sums over the whole batch, such as those of sample weights, first compute these sums. This
+    repeats the first part, so raise NotCountedError if `can_repeat` is False.
     """
 
     def count() -> list[Any]:
@@ -150,13 +151,13 @@ class PartsStep(TrainStep):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of each batch, checked once per call."""
+        """The number of parts of each batch. It is checked once per call of `fit`, `evaluate` or `train_on_batch`."""
         if self._number is None:
             self._number = num_parts_of(self._session.model)
         return self._number
 
     def begin_call(self) -> None:
-        """Clear cached facts (parts per batch, variables of layers), because the model can change between calls."""
+        """Clear cached facts (parts per batch, variables of layers): the model can change between calls of `fit`."""
         super().begin_call()
         self._number = None
         self._kept.begin_call()
@@ -166,7 +167,7 @@ class PartsStep(TrainStep):
         self._kept.changed_weights = None
 
     def num_parts_of(self, num_ranks: int) -> int:
-        """Return the number of parts of a batch, for any number of ranks."""
+        """Return the number of parts of a batch. It does not depend on `num_ranks`."""
         return self.num_parts
 
     def rows_of(self, num: int, num_ranks: int) -> list[int]:
@@ -176,7 +177,7 @@ class PartsStep(TrainStep):
 
     @torch.compiler.disable(recursive=False)  # do not compile this method, only the functions that it calls
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Run the step on each of this rank's parts of the batch, or once on all rows if this rank runs alone."""
+        """Run Keras's step (`real`) on each of this rank's parts of the batch; if this rank runs alone, on all rows."""
         session = self._session
         if session.ranks is not None and session.mine is None:
             return super().run(real, data, trains)
@@ -193,7 +194,7 @@ class PartsStep(TrainStep):
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the optimizer skipped the update of this batch, and thus restored the variables."""
+    """Whether the update was skipped: `iterations` still has the version `updates` from before the batch."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
@@ -227,8 +228,7 @@ class _State:
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # In metrics of mean losses, all parts of the batch count equally, even those without rows. So sum these metrics
-        # over all parts, but other metrics only over parts with rows.
+        # Sum metrics of mean losses over all parts of the batch, even those without rows: all parts count equally.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]

@@ -29,7 +29,7 @@ class KeptState:
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:
-        """Return the variables, apart from weights, that layers change. Called before each training step."""
+        """Return the variables, apart from weights, that layers change. `is_in_call`: whether `fit` runs the step."""
         # Search again before the second step, because some layers create variables in the first training step.
         if not is_in_call or self._num_trained < 2:
             self._state = changed_by_forward_passes([self._model])

@@ -190,7 +190,7 @@ class LocalStep(TrainStep):
             resume_local([self.model.optimizer])
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """Run a training step in which each replica updates its own weights. With one replica, run Keras's step."""
+        """Run a training step in which each replica updates its own weights. With one replica, run Keras's (`real`)."""
         alone = num_batch_shards(keras.distribution.distribution()) == 1
         if alone:
             return real(state, data)

@@ -29,7 +29,7 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
 
 
 def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
-    """Restore each replica's weights, if the model has their mean. Called before each training step."""
+    """Restore each replica's weights before a training step. `begins_epoch`: other code may have set weights."""
     for local in local_updates_in(reducers):
         local.resume(begins_epoch)
 

@@ -29,7 +29,7 @@ class Copies:
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
         self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # variable, its copies, their mean
-        self._count = 0  # the number of updates at the last `show`
+        self._count = 0  # the number of updates when `show` saved values: a later update outdates these
 
     @property
     def is_shown(self) -> bool:
@@ -70,7 +70,10 @@ class Copies:
         return [_mean(np.stack(copies)) for copies in own]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Restore the values of each replica. If weights were set since `show`, restart from these weights."""
+        """Restore the values of each replica. If weights were set since `show`, restart from these weights.
+
+        `begins_epoch`: averaged weights may have been set without `show`, so copy them to the reference weights.
+        """
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
@@ -195,7 +198,7 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """If other code has set variables, copy the new values to the rows of all replicas."""
+        """If other code has set variables, copy them to the rows of all replicas. `begins_epoch` has no effect."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None

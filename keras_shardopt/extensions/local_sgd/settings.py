@@ -123,13 +123,13 @@ class LocalSGD(Extension):
         for name, is_given in others.items():
             if is_given:
                 raise ValueError(
-                    "`LocalSGD` updates all weights with each replica's own gradients, and averages them over all "
+                    "`LocalSGD` updates all weights with each replica's own gradients, and averages weights over all "
                     f"replicas. Received: `LocalSGD` with {name}. Remove one of the two."
                     + (' Use `on_nonfinite="skip"`.' if "nonfinite" in name else "")
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage that updates with each replica's own gradients, and averages weights periodically."""
+        """Return the object that updates with each replica's own gradients, and averages weights periodically."""
         return [LocalUpdates(self, options, context)]
 
     @property

@@ -152,7 +152,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def saved_variables(self) -> list[Variable]:  # type: ignore[override]
-        """The variables of this stage that are saved with the optimizer."""
+        """The variables of local SGD that are saved with the optimizer."""
         return list(self._file_state)
 
     @property
@@ -189,7 +189,7 @@ class LocalUpdates(ExtensionStage):
         return [kept[id(weights[i])] for i in positions if id(weights[i]) in kept]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Continue with a warm-up or a local update. If the number of updates is a traced tensor, trace both."""
+        """Call `proceed`, the update, as a warm-up or local update. With a traced number of updates, trace both."""
         warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
@@ -245,7 +245,7 @@ class LocalUpdates(ExtensionStage):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
             written = [*self._optimizer._written(), *self._synced_statistics]
-            # Pass `row_share` to the branch as an operand, because in one program each replica has another value.
+            # Pass this replica's share of rows to the branch as an operand: it differs between replicas in one program.
             shares = [ops.cast(step.row_share, "float32")] if self._synced_statistics and number == 0 else []
             if shares and updates is not None:  # a replica that skipped its update has weight 0
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
@@ -287,9 +287,9 @@ class LocalUpdates(ExtensionStage):
             self._sync(number, count, shares)
 
     def _sync(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
-        """Average the weights of a fragment (group of weights). All replicas call this in the same update.
+        """Average the weights of fragment (group) `number` after update `count`. All replicas call this together.
 
-        To average moving statistics as well, pass this replica's `row_share` in `shares`.
+        If `shares` has this replica's share of the rows, average moving statistics as well.
         """
         positions = self.fragments[number]
         weights = self.weights()
@@ -348,7 +348,7 @@ class LocalUpdates(ExtensionStage):
         return self.transport.means(comm, positions, moved, count)
 
     def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """Return the means over replicas of moving statistics (on JAX). Return `values` if `row_share` is 0."""
+        """Return the means over replicas of moving statistics (JAX); without rows (`row_share` 0), `values`."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
@@ -374,7 +374,7 @@ class LocalUpdates(ExtensionStage):
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
-        """Return means over the replicas with finite values and `row_share > 0`; without such replicas, `values`."""
+        """Return means over replicas with finite values and rows (`row_share > 0`). Without any, return `values`."""
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
@@ -444,7 +444,7 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Restore each replica's weights. If other code has set weights after `before_reading`, restart from these."""
+        """Restore each replica's weights, or restart from weights set since. `begins_epoch`: see `resume_local`."""
         if self.count is not None:
             self.replica_values.resume(begins_epoch)
 
@@ -466,7 +466,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def restores_skipped_updates(self) -> bool:  # type: ignore[override]
-        """Whether this stage restores variables after a skipped update. True on JAX, after a call of `stack`."""
+        """Whether local SGD itself restores statistics after a skipped update: True on JAX, after a call of `stack`."""
         return bool(self.stacked)
 
     @property
@@ -493,9 +493,9 @@ class LocalUpdates(ExtensionStage):
         self.replica_values.take_states(stacked)
 
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the values of non-trainable and optimizer variables after the step of one replica.
+        """Return the values of non-trainable and optimizer variables after the step of one replica (`result`).
 
-        If the step skipped its update, return the earlier values, except for counters.
+        If the step skipped its update, return the values before the step (`state`), except for counters.
         """
         rollback = self._optimizer._rollback
         if rollback is not None:

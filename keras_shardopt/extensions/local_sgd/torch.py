@@ -13,7 +13,7 @@ class LocalStep(TrainStep):
     """A step in which each rank continues from its own weights."""
 
     def before_step(self, begins_epoch: bool) -> None:
-        """Restore this rank's own weights, if evaluation or saving has replaced them by the mean."""
+        """Restore this rank's weights, if evaluation or saving has replaced them by the mean. See `resume_local`."""
         resume_local(self._session.reducers, begins_epoch)
 
     def after_loss(self) -> None:
@@ -31,7 +31,7 @@ class LocalStep(TrainStep):
                 local.restart()
 
     def end_epoch(self, is_call: bool) -> None:
-        """Average the buffers of `torch.nn` modules over ranks. In `fit`, assign the mean over ranks to the weights."""
+        """Average the buffers of `torch.nn` modules over ranks. In `fit` (`is_call`), also assign mean weights."""
         if is_call:
             self._session.look(self._session)
         average(buffers_of(self._session.model), self._session.ranks)

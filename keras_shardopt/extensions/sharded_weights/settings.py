@@ -1,4 +1,4 @@
-"""The object for `CrossShard(extensions=[...])`, and its stage."""
+"""`ShardedWeights` for `CrossShard(extensions=[...])`, and the object that holds the divided weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from keras_shardopt.update.step import Stage
 class ShardedWeights(Extension):
     """PyTorch: each rank holds 1/N of the weights between steps (ZeRO stage 3). Requires `shard_state=True`.
 
-    In `fit` and `evaluate`, a layer's first use of a weight gathers the bucket of the weight from all ranks. The bucket
-    is released after its last use, and gathered again in the backward pass. `TorchSpeed(bucket_mib=...)` sets the size
-    of buckets: choose the size of a layer. See [sharded weights](../sharded_state.md#sharded-weights).
+    Weights are divided in buckets (groups). In `fit` and `evaluate`, a layer's first use of a weight gathers its bucket
+    from all ranks. After its last use the bucket is released, and the backward pass gathers it again. Choose the size
+    of a layer with `TorchSpeed(bucket_mib=...)`. See [sharded weights](../sharded_state.md#sharded-weights).
 
     Args:
         prefetch: int >= 0. Number of buckets to gather before they are needed, while layers compute. Default 1.
@@ -67,7 +67,7 @@ class ShardedWeights(Extension):
             )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage that lets other code read whole weights."""
+        """Return the object that holds the divided weights, and makes them whole for other code."""
         return [DividedWeights(self, context)]
 
 

@@ -1,13 +1,13 @@
 """Weights in buckets: each rank holds 1/N of each bucket, and gathers a bucket while layers use its weights.
 
-A weight without values is a `HeldParameter`. PyTorch passes each function of it to `__torch_function__`, and there it
-is replaced by a part of its gathered bucket. Tensors that autograd saves for the backward pass are replaced by a
-description (`_pack`), so a bucket's memory is freed after its last use, and gathered again by the backward pass.
+A weight without values is a `HeldParameter`. PyTorch passes each function call on such a weight to its method
+`__torch_function__`, which calls the function with the gathered values. Autograd saves a description (`_pack`) of these
+values, so a bucket's memory is freed after its last use, and gathered again by the backward pass.
 
 Ranks must gather in the same order. Each rank records the order of a step. In the next step, a gather in this order
 needs no further communication, and begins before it is needed. Other gathers are announced to all ranks.
 
-Private names of PyTorch: `torch._C.DisableTorchFunctionSubclass` - calls functions of a subclass of tensors unchanged;
+Private names of PyTorch: `torch._C.DisableTorchFunctionSubclass` - functions skip `__torch_function__` in its block;
 `UntypedStorage._cdata` - the address of a storage; `Tensor._version` - counts changes in place.
 """
 
@@ -59,11 +59,11 @@ class ShardedStep(TrainStep):
                 stage.weights.divide()
 
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
-        """Run a step with an order of gathers, and without the weights in tensors that autograd saves."""
+        """Run Keras's step (`real`). Record the order of gathers, and free weights that autograd would keep."""
         found = [stage.weights for stage in DividedWeights.found_in(self._session.reducers)]
         divided = [weights for weights in found if weights is not None and weights.is_divided]
         if divided:
-            self._session.confirm()  # before the forward pass, because it exchanges weights
+            self._session.confirm()  # now, because ranks already exchange weights in the forward pass
         for weights in divided:
             weights.begin_pass(trains)
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
@@ -74,7 +74,7 @@ class ShardedStep(TrainStep):
 
 
 class _Bucket:
-    """Weights that are gathered together. `own` has this rank's slice of them, and `flat` all, while gathered."""
+    """Weights that are gathered together. `own`: this rank's slice (`chunk` elements). `flat`: all, if gathered."""
 
     def __init__(self, number: int, owner: WeightsOfOptimizer, parameters: Sequence[Any], chunk: int) -> None:
         self.number, self.owner, self.parameters, self.chunk = number, owner, list(parameters), chunk
@@ -164,7 +164,7 @@ class WeightsOfOptimizer:
         if self.is_divided:
             return
         for parameter in (each for bucket in self._buckets for each in bucket.parameters):
-            if isinstance(parameter, HeldParameter):  # of another optimizer: a model with the same layers has one
+            if isinstance(parameter, HeldParameter):  # another model with this layer has divided it
                 parameter._keras_shardopt_holder.make_whole()
         self._copy_in()
         for piece, own in self._own_pieces():
@@ -200,13 +200,13 @@ class WeightsOfOptimizer:
 
     @torch.no_grad()
     def _copy_in(self) -> None:
-        """Copy this rank's slices of whole weights."""
+        """Copy this rank's slices of whole weights to the buckets."""
         for piece, own in self._own_pieces():
             (whole,) = values_of([self._shards.variables[piece.variable]])
             own.copy_(whole.reshape(-1)[piece.start : piece.stop])
 
     def _own_pieces(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield this rank's slices of weights, each with the part of its bucket's `own`."""
+        """Yield each slice (`Piece`) of a weight on this rank, with the part of its bucket's `own` that stores it."""
         for bucket, made in zip(self._buckets, self._shards._buckets):
             at = 0
             for piece in made.pieces[self._rank]:
@@ -214,7 +214,7 @@ class WeightsOfOptimizer:
                 at += piece.size
 
     def before_update(self) -> None:
-        """Prepare for an update of this rank's slices."""
+        """Release gathered buckets. If weights are whole, copy this rank's slices, which the update changes."""
         if self.is_divided:
             self._forget()
         else:
@@ -229,7 +229,7 @@ class WeightsOfOptimizer:
 
     @property
     def _group(self) -> Any:
-        """The process group of gathers, so their order relative to gradients can differ between ranks."""
+        """A separate process group for gathers: their order relative to exchanges of gradients can differ by rank."""
         group = None if self._group_ref is None else self._group_ref()
         if group is None:
             group = another_group()
@@ -271,10 +271,10 @@ class WeightsOfOptimizer:
         for bucket in self._buckets:
             self._release(bucket)
 
-    # -- the order ---------------------------------------------------------------------------------------------------
+    # -- the order of gathers ----------------------------------------------------------------------------------------
 
     def begin_pass(self, trains: bool) -> None:
-        """Begin a step. It is expected to gather in the order of the previous step of the same kind."""
+        """Begin a training step (`trains`) or test step. Gather in the order of the last step of this kind."""
         self._forget()
         self._trains, self._order, self._expected = trains, [], self._orders.get(trains, [])
         self._begin_expected()
@@ -323,7 +323,7 @@ class WeightsOfOptimizer:
         return flat
 
     def values(self, parameter: Any, shares_grad: bool) -> Tensor:
-        """Return the values of a weight. With `shares_grad`, its gradients are those of the weight."""
+        """Return the values of a weight. With `shares_grad`, their gradients become those of the weight."""
         bucket, at = self._places[id(parameter)]
         flat = self.gathered(bucket)
         if shares_grad:
@@ -339,14 +339,14 @@ class WeightsOfOptimizer:
 
     @torch.no_grad()
     def store_changes(self, bucket: _Bucket, flat: Tensor, version: int | None = None) -> None:
-        """Keep changes that were made in place to gathered values since a version, by default since the gathering."""
+        """Store this rank's slice of `flat` if it was changed in place since `version` (default: the gathering)."""
         now = flat._version
         if now == (bucket.version if version is None else version):
             return
         bucket.own.copy_(self._own_row(bucket, flat))
         if bucket.flat is flat:
             bucket.version = now
-        elif bucket.flat is not None:  # gathered again, before the change
+        elif bucket.flat is not None:  # it was gathered again before the change, so free the old values
             self._recent = [each for each in self._recent if each is not bucket]
             self._release(bucket)
 
@@ -419,5 +419,5 @@ _WITHOUT_VALUES = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex"),
     *("untyped_storage", "storage_offset", "__len__", "is_tensor", "new_full", "new_empty", "new_zeros"),
-    *("grad", "backward"),  # of `torch.autograd`, which take leaves
+    *("grad", "backward"),  # functions of `torch.autograd`: they need the weight itself
 }

@@ -103,7 +103,7 @@ class PartsStep(TrainStep):
         self.num_parts_of(self.model.distribute_strategy.num_replicas_in_sync)
 
     def num_parts_of(self, num_replicas: int) -> int:
-        """Return the number of parts of a batch, for any number of replicas."""
+        """Return the number of parts of a batch. It does not depend on `num_replicas`."""
         return self.num_parts
 
     def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
@@ -118,7 +118,7 @@ class PartsStep(TrainStep):
         )
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        """Return a function that runs steps on the parts of an iterator's batches, compiled without XLA."""
+        """Let `make` build Keras' function without XLA. Return a function that divides batches and calls it."""
         num_parts = self.num_parts
         with _without_xla(self.model):
             function = make()
@@ -210,7 +210,7 @@ class _Work:
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function that runs one part of a batch, and returns gradients and changes of variables."""
+        """Return a function from a part of the batch to gradients and changes. `counted` has the divisors of losses."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
@@ -280,7 +280,7 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # Set `row_share` to 1, because `_unless_empty` already returns zeros for parts without rows.
+        # `row_share=1` keeps the gradients of parts without rows. `_unless_empty` later replaces them by zeros.
         grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
@@ -291,7 +291,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Combine over parts only variables that the step assigned. Raise ValueError if one cannot be combined."""
+        """Of the variables to combine over parts of a batch, keep those assigned. Raise if another one was assigned."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
