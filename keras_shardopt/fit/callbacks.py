@@ -136,11 +136,11 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # If `show` has stored no metrics, as with a custom step that returns other values, `last` has none to repeat.
+        # True if `show` has stored no metrics for `last` to repeat, as with a custom step that returns other values.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
-        """Return the seconds that may pass until a callback of this process, such as a progress bar, needs new logs."""
+        """Return the seconds until a callback, such as a progress bar, may need logs of training (`trains`) or test."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS

@@ -77,7 +77,7 @@ _blocks: list[_Block | _OneReplicaBlock] = []
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """In this block, call `prepare` for each model that is compiled. If not `wanted`, mark the model as unprepared."""
+    """In this block, prepare compiled models or, if not `wanted`, mark them. `are_several`: whether replicas exist."""
     if not are_several and not wanted:
         yield
         return

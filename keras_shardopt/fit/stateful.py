@@ -71,8 +71,8 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
     return (
         "A stateful layer has one state per row of a batch, so all batches, and all replicas, must have the same "
         f"number of rows. Received: {received}, with {rows_of_states(layer)} states in layer {layer.name!r}. Give "
-        f"`keras.Input(batch_shape=...)` the number of rows {rows}, use a `batch_size` that divides by the number of "
-        "replicas, and leave out the rows of a smaller last batch."
+        f"`keras.Input(batch_shape=...)` the number of rows {rows}, use a `batch_size` that is a multiple of the "
+        "number of replicas, and leave out the rows of a smaller last batch."
     )
 
 

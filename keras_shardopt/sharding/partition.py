@@ -70,7 +70,7 @@ def divide(
 
 
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
-    """Choose a replica for each variable. Balance both numbers of a cost, because either can limit the speed."""
+    """Choose a replica for each variable. Balance both the work and the operations: either can limit the speed."""
     totals = [sum(column) for column in zip(*costs)]
     shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]
@@ -86,7 +86,7 @@ def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:
     """Divide `amount` among replicas that already have `loads`. Totals are as equal as possible. Return the shares."""
     low, high = min(loads), max(loads) + amount
-    while low < high:  # find the lowest level with enough room
+    while low < high:  # search the lowest total to which `amount` can fill all replicas
         level = (low + high) // 2
         if sum(max(0, level - load) for load in loads) >= amount:
             high = level

@@ -77,7 +77,7 @@ class MemoryReport:
 
 
 def plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
-    """Return `held` with `size` added for one replica."""
+    """Return `held`, the bytes of each replica, with `size` added for one replica."""
     return [(h or 0) + size if r == replica else h for r, h in enumerate(held)]
 
 
@@ -111,7 +111,7 @@ def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
     rows = [[size] for size in sizes] if _layouts is None else [_layouts.bytes_per_device(v) for v in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]
     replicated = [
-        (v.path, size, "a scalar" if not v.shape else f"no dimension of {tuple(v.shape)} divides by {len(row)}")
+        (v.path, size, "a scalar" if not v.shape else f"no dimension of {tuple(v.shape)} is a multiple of {len(row)}")
         for v, size, row in zip(state, sizes, rows)
         if len(row) > 1 and min(row) == size
     ]

@@ -227,7 +227,7 @@ def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Run:
-    """A trial: trains small variables, each whole or in parts, with a fresh optimizer. Records updates and state."""
+    """A trial: trains small variables, each whole or as several `parts`, with a fresh optimizer. Records results."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
         fresh = fresh_copy(optimizer, **VISIBLE)
@@ -236,7 +236,7 @@ class _Run:
         with empty_name_scope():
             fresh.build(flat)
         self._map_state(fresh, made, flat)
-        # For each variable: its updates in order, then its state after the last update.
+        # For each variable (an entry of `parts`): its updates in order, then its state after the last update.
         self.effects: list[list[np.ndarray]] = [[] for _ in parts]
         chosen = [i for i, variable in enumerate(flat) if 0 not in variable.shape]
         grads = [grads for each in parts for _, _, grads in each]
@@ -304,8 +304,7 @@ def _joined(parts: Sequence[Variable]) -> np.ndarray:
 
 
 def _joined_slot(parts: Sequence[Variable]) -> np.ndarray:
-    # Scalar state is not divided. `unique` merges equal scalars of the parts, to compare them with the scalar of the
-    # whole variable.
+    # Scalar state is not divided. `unique` merges equal scalars of the parts into one, as a whole variable has.
     return np.unique(_joined(parts)) if not any(len(part.shape) for part in parts) else _joined(parts)
 
 

@@ -74,7 +74,7 @@ class WeightHolder(Protocol):
     """Stores this replica's slices of weights in place of `FlatShards`."""
 
     def before_update(self) -> None:
-        """Let the stand-ins have this replica's slices of the weights."""
+        """Make the stand-ins, the variables to update, contain this replica's slices of the weights."""
 
     def after_update(self) -> None:
         """Send the updated slices to other replicas, if these need them now."""
@@ -142,7 +142,7 @@ class FlatShards(Shards):
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
         self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # they have a variable
-        self._copy_in()  # makes `stand_ins` share the weights' memory, and frees their initial memory
+        self._copy_in()  # makes slices (`stand_ins`) share the memory of weights, and frees memory of slices
 
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots
@@ -293,8 +293,7 @@ class FlatShards(Shards):
         if self._holder is not None:
             self._holder.after_update()
             return
-        # All replicas run the same collectives in the same order, even if the weights of one replica have moved to
-        # other memory.
+        # Run the same collectives on all replicas, even if the weights of one replica have moved to other memory.
         gathering: Any = None
         elsewhere: list[tuple[Bucket, Tensor]] = []
         for bucket, weights in zip(self._buckets, self._flat_weights):

@@ -261,8 +261,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # An `ArrayDataAdapter` shuffles when its first batch is read (in `parts`), so `__next__` draws no random
-        # numbers.
+        # An `ArrayDataAdapter` shuffles when `parts` reads its first batch, so `__next__` draws no random numbers.
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None

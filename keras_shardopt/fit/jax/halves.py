@@ -18,7 +18,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 def gradients_of_rows(
     model: Any, weights: Any, others: Any, metrics: Any, optimizer_variables: Any, data: Any
 ) -> tuple[Any, ...]:
-    """Run the forward and backward pass on some rows.
+    """Run the forward and backward pass on the rows `data`. `others` has the values of non-trainable variables.
 
     Returns:
         The gradients; the loss; the predictions and their masks (separate, because JAX drops the masks of arrays); and
@@ -66,9 +66,10 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 
 
 def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Return the optimizer state with None for variables that are sharded or differ between replicas.
+    """Return `state`, the values of optimizer variables, with None for those sharded or different on each replica.
 
-    Code inside the `shard_map` does not need these variables, and would gather a sharded variable on every device.
+    Code inside the `shard_map` does not need these, and would gather a sharded variable on every device. `reducer` is
+    the `CrossShard`.
     """
     per_replica = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}

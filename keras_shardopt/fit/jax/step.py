@@ -52,7 +52,7 @@ class TrainStep:
     """Runs Keras's step. If the optimizer needs per-replica gradients, computes these in a `shard_map` first."""
 
     stacks_windows = True
-    """Whether gradient accumulation can sum the gradients of each replica, stacked along a first dimension."""
+    """Whether gradient accumulation can keep one sum per replica, stacked along a first dimension of an array."""
 
     is_reduced = False
     """Whether `computed` returns gradients already reduced over replicas. Accumulation then sums these."""
@@ -72,16 +72,16 @@ class TrainStep:
         return contextlib.nullcontext()
 
     def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """Run a step of `evaluate`."""
+        """Run a step of `evaluate`: by default `real`, the step of Keras."""
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether the optimizer, or gradient accumulation (`stacks`), needs each replica's own gradients."""
+        """Whether to compute each replica's own gradients. `stacks`: gradient accumulation sums these per replica."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """Run a step of `fit`. Return the logs and the new training state."""
+        """Run a step of `fit` (`real` is Keras's step). Return the logs and the new training state."""
         model, reducers = self.model, self.reducers
         distribution = keras.distribution.distribution()
         stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
@@ -119,7 +119,7 @@ class TrainStep:
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """Run the forward and backward pass, reduce gradients over replicas, and update the metrics of losses."""
+        """Run the forward and backward pass, reduce gradients (unless `stacks`), and update the metrics of losses."""
         grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
@@ -133,7 +133,7 @@ def step_of(model: Any) -> TrainStep:
 
 
 def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
-    """Run the forward and backward pass of each replica on its rows.
+    """Run the forward and backward pass of each replica on its rows. `reducer` is the `CrossShard`.
 
     Returns:
         A tuple: sums or means of gradients, and which are non-finite (if `stacks`, the gradients of all replicas along
@@ -190,7 +190,8 @@ def _stacked(reducer: Any, step: Step) -> Any:
 def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
     """Reduce the gradients in `step` over replicas. Return the fields of the resulting `Step` that have changed.
 
-    `carried` has the values that this replica keeps between steps, such as rounding errors of compression.
+    `carried` has the values that this replica keeps between steps, such as rounding errors of compression. `axes` has
+    the dimension along which each gradient is divided among replicas, or None.
     """
     # Take the scale of the outermost optimizer, because a wrapper around the `CrossShard` can scale the loss too.
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]

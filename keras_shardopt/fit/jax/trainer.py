@@ -182,7 +182,7 @@ class PreparedOnJax(PreparedModel):
 
 
 def _without_padding(batch: Any) -> Any:
-    """Return the batch. If it is padded, return the shapes of its arrays without padding instead."""
+    """Return data with the shapes of a batch without padding, to build the model: the batch, or only shapes."""
     return jax.eval_shape(valid_rows, batch) if is_padded(batch) else batch
 
 

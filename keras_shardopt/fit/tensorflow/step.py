@@ -56,7 +56,7 @@ class TrainStep:
         """Raise ValueError for a dataset that the step cannot use. Called before the model is built."""
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        """Return the function that takes an iterator and runs compiled steps on its batches. Default: `make()`."""
+        """Return a function that runs compiled steps on the batches of an iterator. Default: Keras's, `make()`."""
         return make()
 
     def train(self, real: Callable[[Any], Any], data: Any) -> Any:

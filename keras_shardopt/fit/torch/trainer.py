@@ -176,7 +176,7 @@ def step_one_by_one(model: Any) -> None:
 def _run(
     session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict` on all ranks together, or on this rank alone if `together` is None."""
+    """Run `real` (`fit`, `evaluate` or `predict`) on all ranks together; on this rank alone if `together` is None."""
     before = session.call
     with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
