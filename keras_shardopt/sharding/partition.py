@@ -70,7 +70,7 @@ def divide(
 
 
 def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
-    """Choose a replica for each variable. Balance both the work and the operations: either can limit the speed."""
+    """Choose a replica per variable. Balance both numbers of `costs` (work, operations): either can limit the speed."""
     totals = [sum(column) for column in zip(*costs)]
     shares = [[cost / (total or 1) for cost, total in zip(pair, totals)] for pair in costs]
     loads = [[0.0] * len(totals) for _ in range(num_replicas)]

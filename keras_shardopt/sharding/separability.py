@@ -81,7 +81,7 @@ def _large_shape(variable: Variable) -> tuple[int, ...]:
 def _check_independent(
     optimizer: Optimizer, probes: Sequence[_Probe], whole: _Run, with_extra: _Run, alternating: Sequence[_Run]
 ) -> None:
-    """Raise ValueError if an update depends on other variables, or is not deterministic."""
+    """Compare trials. Raise ValueError if an update depends on other variables, or is not deterministic."""
     for i, probe in enumerate(probes):
         if not (
             _are_close(whole.effects[i], with_extra.effects[i])

@@ -142,7 +142,7 @@ class FlatShards(Shards):
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
         self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # they have a variable
-        self._copy_in()  # makes slices (`stand_ins`) share the memory of weights, and frees memory of slices
+        self._copy_in()  # lets stand-ins (slices) share the memory of weights, and frees their own
 
     def is_divided(self, variable: Variable) -> bool:
         return id(variable) in self._without_variable or id(variable) in self._slots

@@ -194,7 +194,7 @@ class _Parts:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """In the block, losses are computed for one part of a batch, but divide by the row count of the whole batch."""
+        """In the block, losses are for one part (`num_rows` rows) of a batch, but divide by the batch's rows."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:

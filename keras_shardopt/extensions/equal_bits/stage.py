@@ -206,7 +206,7 @@ class SumOfParts(ExtensionStage):
         self._next: int | None = None
 
     def check_outside(self, outer: Any) -> None:
-        """Raise ValueError, because a loss-scaling optimizer must be inside `CrossShard`, not around it."""
+        """Raise ValueError, because `outer`, a loss-scaling optimizer, must be inside `CrossShard`, not around it."""
         name = type(outer).__name__
         raise ValueError(
             f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around the `CrossShard`. Outside, "

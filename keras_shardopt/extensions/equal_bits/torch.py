@@ -185,7 +185,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._kept, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """After a loss, call the stored function, if any. Stop the step if it only computes divisors of losses."""
+        """After a loss, call `KeptState.on_loss` once, if set. Stop a step that only computes divisors of losses."""
         if self._kept.on_loss is not None:
             self._kept.on_loss()
             self._kept.on_loss = None

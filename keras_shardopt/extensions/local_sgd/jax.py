@@ -46,10 +46,10 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 class _StacksRows(keras.Model):
-    """Mixin of models: before the first training step, creates optimizer variables with one row per replica."""
+    """Mixin of models: before training, creates optimizer variables with one row (first index) per replica."""
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        """Create variables with one row per replica, if local SGD needs them. Then create the training function."""
+        """Create variables with one row (first index) per replica, if needed. Then create the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in local_updates_in([self.optimizer]):  # empty if `compile` has set an optimizer without local SGD
             if self.optimizer.built and has_replicas and not local.stacked:

@@ -455,7 +455,7 @@ class LocalUpdates(ExtensionStage):
         self.transport.reset()
 
     def stack(self) -> None:
-        """Create the variables with a row per replica (`Rows`, for JAX). Later calls do nothing."""
+        """Create the variables with a first dimension of replicas (`Rows`, for JAX). Later calls do nothing."""
         if self.count is not None and isinstance(self.replica_values, Copies):
             self.replica_values = Rows(self, self._optimizer)
 
@@ -471,7 +471,7 @@ class LocalUpdates(ExtensionStage):
 
     @property
     def stacked(self) -> list[Variable]:
-        """The variables with a row per replica. Empty unless `stack` was called."""
+        """The variables with one row (index of the first dimension) per replica. Empty unless `stack` was called."""
         return self.replica_values.stacked
 
     def save_state(self) -> list[np.ndarray]:

@@ -269,7 +269,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if only some processes have all rows. Warn of equal rows unless intended (`is_meant`)."""
+        """Raise ValueError if only some processes have all rows. Warn if all have equal rows, unless `is_meant`."""
         facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in facts])
         if facts[0][1] and len(set(facts)) == 1:
@@ -366,7 +366,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
 
 def _takes_whole(model: Any, *data: Any) -> bool:
-    """Whether all processes receive the same data, and each uses its rows of every batch."""
+    """Whether all processes pass the same `data`, and each uses its rows of every batch."""
     if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
         return False
     return not vars(model).get(SPLITS_SEPARATE_PART, False) and not is_split(*data)

@@ -182,7 +182,7 @@ class PreparedOnJax(PreparedModel):
 
 
 def _without_padding(batch: Any) -> Any:
-    """Return data with the shapes of a batch without padding, to build the model: the batch, or only shapes."""
+    """Return a batch for building the model. If it is padded, return only the shapes of its arrays without padding."""
     return jax.eval_shape(valid_rows, batch) if is_padded(batch) else batch
 
 

@@ -162,7 +162,7 @@ class PreparedOnTensorFlow(PreparedModel):
 
 @contextlib.contextmanager
 def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
-    """In a block that runs `fit` or `evaluate`, use this step. At its end, restore the callbacks of an outer call."""
+    """In this block, which runs `fit` or `evaluate`, use `step`. At the end, restore the callbacks of an outer call."""
     step.begin_call()
     with calling(step), callbacks_of_call(model):
         yield
