@@ -198,7 +198,7 @@ class _Parts:
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
-        """Return the values of non-trainable and metric variables at the start of a part. `kept`: before the batch."""
+        """Return the values of non-trainable and metric variables at the start of a part; `kept`: before the batch."""
         started = [
             value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
             for value, seed, adds in zip(kept, self._is_seed, self._is_sum)

@@ -1,4 +1,4 @@
-"""`VirtualReplicas` trains on parts of a batch, one after another: their number, and checks of the model."""
+"""Finds the number of parts of a batch for `VirtualReplicas`. Checks that a model can train on one after another."""
 
 from __future__ import annotations
 

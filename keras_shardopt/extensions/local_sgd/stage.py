@@ -444,7 +444,7 @@ class LocalUpdates(ExtensionStage):
             self.replica_values.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Restore each replica's weights, or restart from weights set since. `begins_epoch`: see `resume_local`."""
+        """Restore each replica's weights, or restart from weights that other code has set; see `resume_local`."""
         if self.count is not None:
             self.replica_values.resume(begins_epoch)
 

@@ -20,8 +20,8 @@ class ShardedWeights(Extension):
     """PyTorch: each rank holds 1/N of the weights between steps (ZeRO stage 3). Requires `shard_state=True`.
 
     Weights are divided in buckets (groups). In `fit` and `evaluate`, a layer's first use of a weight gathers its bucket
-    from all ranks. After its last use the bucket is released, and the backward pass gathers it again. Choose the size
-    of a layer with `TorchSpeed(bucket_mib=...)`. See [sharded weights](../sharded_state.md#sharded-weights).
+    from all ranks. After its last use the bucket is released, and the backward pass gathers it again. Set the bucket
+    size to that of a layer: `TorchSpeed(bucket_mib=...)`. See [sharded weights](../sharded_state.md#sharded-weights).
 
     Args:
         prefetch: int >= 0. Number of buckets to gather before they are needed, while layers compute. Default 1.

@@ -210,7 +210,7 @@ class _Work:
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function from a part of the batch to gradients and changes. `counted` has the divisors of losses."""
+        """Return a function from a part of a batch to gradients and variable changes. Losses divide by `counted`."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
