@@ -140,7 +140,7 @@ class BatchLogs:
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:
-        """Return for how many seconds no callback or progress bar needs new logs of training (`trains`) or test batches."""
+        """Return for how many seconds no callback or progress bar needs logs of training (`trains`) or test batches."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS

@@ -33,7 +33,7 @@ def update_costs(optimizer: Optimizer, variables: Sequence[Variable]) -> list[tu
         needs values, each pair is (size of the variable, 1).
     """
     by_size = [(float(size_of(variable)), 1) for variable in variables]
-    # Costs come from a trial update on tensors without values. An optimizer of another package could keep such tensors.
+    # A trial update uses tensors without values. Optimizers of other packages could keep these tensors, so use sizes.
     if _work is None or not type(optimizer).__module__.startswith(("keras.", "keras_shardopt.")):
         return by_size
     try:

@@ -141,7 +141,7 @@ class FlatShards(Shards):
         # the state has elements on this replica.
         self._without_variable = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
         of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
-        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # they have a variable
+        self._without_variable -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of undivided weights
         self._copy_in()  # lets stand-ins (slices) share the memory of weights, and frees their own
 
     def is_divided(self, variable: Variable) -> bool:
@@ -370,7 +370,7 @@ class FlatShards(Shards):
             shapes = processes.gather_objects(tuple(variable.shape))
             holders = [r for r, shape in enumerate(shapes) if 0 not in shape]
             if len(holders) > 1:
-                return ops.convert_to_numpy(variable)  # all replicas have it
+                return ops.convert_to_numpy(variable)  # all replicas hold this state
             owners = [(r, Piece(-1, 0, int(np.prod(shapes[r])))) for r in holders]
             shape = shapes[holders[0]] if holders else shapes[0]
         elif i is None:
@@ -401,7 +401,7 @@ class FlatShards(Shards):
         shape: tuple[int, ...] | None = tuple(variable.shape)
         if id(variable) in self._without_variable:
             has = [0 not in other for other in processes.gather_objects(shape)]
-            if sum(has) != 1:  # all replicas have it
+            if sum(has) != 1:  # all replicas hold this state
                 return stored_parts.own_parts(variable, process)
             start, is_owner = 0, has[process[1]]
             shape = shape if is_owner else None

@@ -146,7 +146,7 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # The errors of variables without a gradient here wait for a later update: perhaps no replica has a gradient.
+        # Compression errors of variables without a gradient here wait for a later update: perhaps no replica has one.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
         # Gradients contain this factor, the loss scale. Compression errors (residuals) are stored without the factor.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale

@@ -154,7 +154,7 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        # If replicas cannot skip updates, counters are equal on all replicas, so they need no rows.
+        # If replicas cannot skip updates, counters are equal on all replicas, so they need no row per replica.
         counters = set(map(id, _counters(stage)))
         window = [] if optimizer.accumulation is None else optimizer.accumulation._replica_state
         of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
