@@ -20,8 +20,8 @@ from keras_shardopt.wrapping.slots import without_counters
 class Fingerprints(keras.callbacks.Callback):
     """Writes a fingerprint (hash) of each weight after each update. `first_difference` compares the files of two runs.
 
-    Each line of the file is a JSON object. A `fit` that begins after some updates appends lines; any other `fit`
-    overwrites the file. Only process 0 writes. Each fingerprint reads a whole weight, so the callback slows training.
+    Each line of the file is a JSON object. If the optimizer has made updates before a `fit`, this `fit` appends lines;
+    otherwise it overwrites the file. Only process 0 writes. The callback slows training, because it reads all weights.
 
     Args:
         filepath: str or path of the file.
@@ -134,7 +134,7 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Di
 
 
 def _read(name: str, file: Any) -> tuple[list[str], dict[int, list[str]]]:
-    """Returns the variable names, and the fingerprints by update. For a repeated update, the last line counts."""
+    """Returns a file's variable names, and the last fingerprints of each update. Errors call the file `name`."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a str or a path. Received: {name}={file!r}")
     names: list[str] = []

@@ -86,7 +86,7 @@ class Heartbeat(keras.callbacks.Callback):
         self._names = [os.path.join(os.path.abspath(each), f"rank-{self._rank}") for each in given if each]
         for name in self._names:
             os.makedirs(os.path.dirname(name), exist_ok=True)
-        self._open()  # raises an error now, not after many steps
+        self._open()  # if the directory is not writable, fail now, not after many steps
         if self.directory is not None and self.timeout is not None:
             self._stacks = os.open(f"{self._names[0]}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._epoch = self._step = 0
@@ -123,7 +123,7 @@ class Heartbeat(keras.callbacks.Callback):
     def _beat(self, phase: str) -> None:
         self._last = now = time.monotonic()
         if not self._is_training or not self._names:
-            return  # in a separate `evaluate`, or if nothing would be written
+            return  # outside of `fit`, or without a file to write
         if now >= self._due:
             self._due = now + _SECONDS
             with contextlib.suppress(OSError):

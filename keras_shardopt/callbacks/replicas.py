@@ -143,7 +143,7 @@ class CheckReplicas(keras.callbacks.Callback):
         self._restart()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prepares for an epoch, which numbers its batches from 0 again."""
+        """Resets the number of the last batch, because each epoch numbers its batches from 0."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -236,7 +236,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
 
 
 def _disagreeing_replicas(fingerprints: np.ndarray, group: Sequence[int]) -> str:
-    """Describes how replicas of the group differ, such as "replica 1, against replicas 0 and 2"; empty if equal."""
+    """Describes how fingerprints in a group differ, such as "replica 1, against replicas 0 and 2"; "" if all agree."""
     agreeing: dict[int, list[int]] = {}
     for replica in group:
         agreeing.setdefault(int(fingerprints[replica]), []).append(replica)

@@ -28,8 +28,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     See `save_sharded` for the contents, and `load_sharded` to restore them. Training waits while each process copies
     its part to host memory. A thread writes the files while training continues. At most one save is in progress: the
-    next save waits until it is complete. `fit` returns when the last save is complete. Until then, each process keeps
-    the host memory of its part, because copies to new memory take longer.
+    next save waits until it is complete. `fit` returns when the last save is complete. Each process keeps the host
+    memory of its part for the next save until `fit` returns, because copies to new memory take longer.
 
     All processes need this callback, with the same arguments.
 
@@ -110,7 +110,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if later:
             warn(
                 "The directory of a `ShardedCheckpoint` should hold checkpoints of one training run. Received: "
-                f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model has made {step} updates. "
+                f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model made only {step} updates. "
                 "Call `load_sharded` before `fit` to resume, or use another directory. `load_sharded` will restore the "
                 "checkpoints that this `fit` saves, because these are newer. `keep` deletes only new checkpoints."
             )

@@ -1,7 +1,7 @@
 """Finds the slow process of a job from the times that all processes have measured.
 
-In each step, all processes wait for the slowest process, so steps take equally long on all. The time that a process
-does not wait, its own time, differs.
+In each step, all processes wait for the slowest process, so steps take equally long on all. Processes differ in their
+own time, in which they do not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PHASES = (*OWN, "waiting", "sending")
 """All phases of a step. "sending" is the time of an exchange between processes that are all ready for it."""
 
 PROBES = ("forward pass", "message")
-"""Calls that each process times once per window (a number of steps): a forward pass, and a message to process 0."""
+"""Calls that each process times once per window (a span of steps): a forward pass, and a message to process 0."""
 
 HIDDEN = ("step", "updating")
 """The phases that Python cannot measure if the step is compiled or runs on a device."""
@@ -59,7 +59,7 @@ class Slow(NamedTuple):
 
 
 def table_of(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return seconds as an array: a row per process, columns `PHASES` and `PROBES`. "sending" is the least wait."""
+    """Return `rows` (seconds of each process) as an array, with a new column "sending": the shortest wait of all."""
     table = np.insert(np.array(rows, "float64"), len(PHASES) - 1, 0.0, axis=1)
     waiting, sending = len(OWN), len(OWN) + 1
     table[:, sending] = table[:, waiting].min()
@@ -78,7 +78,7 @@ def seconds_per_step(table: np.ndarray) -> float:
 
 
 def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, remote: Sequence[int] = ()) -> Slow | None:
-    """Return the process that was slow in the same phase in all windows (numbers of steps), or None.
+    """Return the process that was slow in the same phase in all windows (spans of steps), or None.
 
     Args:
         tables: the results of `table_of` for successive windows.
@@ -98,12 +98,12 @@ def slowest(tables: Sequence[np.ndarray], threshold: float, is_hidden: bool, rem
     rank, i = (int(index) for index in np.unravel_index(excess.argmax(), excess.shape))
     if excess[rank, i] > threshold:
         return _slow(values.mean(axis=0), rank, phases[i])
-    best = values.min(axis=0)  # the fastest of several windows, because a probe is one short call
+    best = values.min(axis=0)  # the fastest of several windows, because the time of one short call is noisy
     # Process 0 receives the messages, so messages from its machine are fast. Compare messages from other machines.
     ranks_and_factors = (range(len(best)), threshold), (remote or range(1, len(best)), _MESSAGE_FACTOR)
     for probe, (ranks, factor) in enumerate(ranks_and_factors, len(PHASES)):
         compared = best[ranks]
-        if len(ranks) > 1 and compared[:, probe].all():  # a forward pass can fail on some processes
+        if len(ranks) > 1 and compared[:, probe].all():  # a time is 0 if the forward pass has failed
             slow = _slow(compared, int(compared[:, probe].argmax()), probe)
             if slow.seconds - slow.others > max(factor * slow.others, _MIN_SECONDS):
                 return slow._replace(rank=ranks[slow.rank])
@@ -122,7 +122,7 @@ def _others(values: np.ndarray) -> np.ndarray:
 def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool, is_compared: bool = True) -> tuple[str, str]:
     """Describe the share of each phase in a mean step, and how processes differ, in one line each.
 
-    `is_compared` is false before enough windows for a comparison have ended.
+    `is_compared` is False before enough windows for a comparison have ended. For `is_hidden`, see `slowest`.
     """
     total, mean = seconds_per_step(table), table.mean(axis=0)
     names = ("input", "step" if is_hidden else "forward and backward", *PHASES[2:])

@@ -123,7 +123,7 @@ class StepReport(keras.callbacks.Callback):
         self._trained = model
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to measure."""
+        """Starts to measure the phases of steps."""
         self._stop_profile()
         self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
         if self._is_shared and not is_prepared(self._trained):
@@ -149,7 +149,7 @@ class StepReport(keras.callbacks.Callback):
         self.slow = None
         with raising_together():
             if self.to is not None and self._rank == 0:
-                open(self.to, "a", encoding="utf-8").close()  # an error now, not after many steps
+                open(self.to, "a", encoding="utf-8").close()  # fail now, not after many steps
             if self.log_dir is not None and self._rank == 0:
                 self._write = event_writer(self.log_dir)
         self._recorder = Recorder("callbacks")
@@ -200,7 +200,7 @@ class StepReport(keras.callbacks.Callback):
         self._is_paused = False
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops measuring."""
+        """Stops measuring, and restores the model's training function."""
         self._stop_profile()
         self._recorder.stop()
         if self._timed is not None and self._trained.train_function is self._timed:
@@ -215,14 +215,14 @@ class StepReport(keras.callbacks.Callback):
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the training function `real`, and measures its phases."""
-        real = getattr(real, "real", real)  # an error can have ended a `fit` before `on_train_end`
+        real = getattr(real, "real", real)  # unwrap `real` if an earlier `fit` ended before `on_train_end`
         waits = self._is_compiled and self._is_shared
         takes_batch = self._trained.steps_per_execution == 1  # otherwise a compiled loop takes several batches
 
         @timed("step")
         def measured(*args: Any) -> Any:
             *state, data = args
-            if takes_batch and hasattr(data, "__next__"):  # on JAX and TensorFlow, `real` takes the batch
+            if takes_batch and hasattr(data, "__next__"):  # `data` is an iterator on JAX and TensorFlow
                 with timed("input"):
                     data = itertools.chain([next(data)], _timed_input(data))
             found = real(*state, data)
@@ -253,7 +253,7 @@ class StepReport(keras.callbacks.Callback):
             remote = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
             self.slow = slow_ranks.slowest([each for each, _ in self._tables], self.threshold, self._is_hidden, remote)
             if self.slow is not None:
-                warn(f"All ranks wait for the slowest rank. Received: {self.slow}. {self.slow.fix}")
+                warn(f"All ranks wait for the slowest rank in each step. Received: {self.slow}. {self.slow.fix}")
         if self._rank == 0:
             self._write_window(table, num)
         self._num_in_window = 0
@@ -273,12 +273,12 @@ class StepReport(keras.callbacks.Callback):
                 begin = time.perf_counter()
                 self.model.predict_on_batch(rows)
                 found.append(time.perf_counter() - begin)
-        except Exception as error:  # such as too little memory; other processes must not wait for this one
+        except Exception as error:  # any error, because other processes wait for this one
             warn(f"`StepReport` measures no forward passes, because a forward pass failed: {error!r}")
             self._inputs = []
             return 0.0
         finally:
-            for each, value in seeds:  # layers can draw random numbers in inference
+            for each, value in seeds:  # because layers can draw random numbers in inference
                 each.assign(value)
         self._has_compiled_forward = True
         return min(found)

@@ -1,4 +1,4 @@
-"""A picture of a `StepReport`."""
+"""Draws the times that the callback `StepReport` has measured as a bar chart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plot_step_report(path: str | os.PathLike[str]) -> Any:
         mean = np.average(table, axis=0, weights=[window["num_steps"] for window in windows])
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            "`path` must be a file of `StepReport(to=...)`, from jobs of equally many ranks. "
+            "`path` must be a file of `StepReport(to=...)`, written by jobs with the same number of ranks. "
             f"Received: path={path!r} ({type(error).__name__}: {error})"
         ) from error
     try:

@@ -126,7 +126,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                 model.make_train_function(force=True)
 
     def _records_updates(self, model: Any, prefix: str, optimizer: Optimizer) -> bool:
-        """Whether to record values from inside the updates of an optimizer."""
+        """Whether to record values from inside the updates of an optimizer. `prefix` is the start of its tags."""
         if len(self._optimizers) == 1:
             return True
         if optimizer is model.optimizer:  # may be the default of `compile()`, unused by a custom step
@@ -151,7 +151,7 @@ class TrainingSummaries(keras.callbacks.Callback):
             self._num_periods = self._base // self._period
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Computes the number of past batches from the number of updates, because `batch` restarts at 0."""
+        """Computes the number of past batches from the number of updates, because batch numbers restart at 0."""
         self._count_from_updates()
 
     # Use this method, because Keras waits for the logs of each step if a callback has `on_train_batch_end`.

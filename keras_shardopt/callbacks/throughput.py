@@ -45,12 +45,12 @@ class Throughput(keras.callbacks.Callback):
         self.batch_size = check.integer("batch_size", batch_size, fix="Pass the number of rows in a global batch.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts a new mean."""
+        """Forgets the rate of the last epoch."""
         self._first: tuple[int, float] | None = None
         self._rate: float | None = None
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the mean of the epoch so far."""
+        """Adds the mean rate of the epoch so far to `logs`."""
         now = time.perf_counter()
         if self._first is None:
             self._first = batch, now
@@ -59,7 +59,7 @@ class Throughput(keras.callbacks.Callback):
         self._add(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the mean of the epoch."""
+        """Adds the mean rate of the epoch to `logs`."""
         self._add(logs)
 
     def _add(self, logs: dict[str, Any] | None) -> None:
