@@ -12,7 +12,7 @@ from keras_shardopt.checkpoint.sharded.saves import complete_saves, incomplete_s
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command, and return the exit status: 0, or 1 after an error."""
+    """Run the command in `arguments` (None: in `sys.argv`). Return the exit status: 0, or 1 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m keras_shardopt.checkpoint",
         description="List, verify and consolidate sharded checkpoints. No job needs to run.",
@@ -22,9 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     listing = commands.add_parser("list", help="list the checkpoints in a directory, oldest first")
     listing.add_argument("directory", help="a directory of checkpoints, or one checkpoint")
     verifying = commands.add_parser("verify", help="read all files of a checkpoint and compare their hashes")
-    verifying.add_argument("path", help="a checkpoint, or a directory: all complete checkpoints in it")
+    verifying.add_argument("path", help="a checkpoint, or a directory whose complete checkpoints are all verified")
     consolidating = commands.add_parser("consolidate", help="write a checkpoint as one Keras file")
-    consolidating.add_argument("path", help="a checkpoint, or a directory: its newest complete checkpoint")
+    consolidating.add_argument("path", help="a checkpoint, or a directory whose newest complete checkpoint is used")
     consolidating.add_argument("file", help="the file to write, ending in .keras or .weights.h5")
     options = parser.parse_args(arguments)
     try:

@@ -24,7 +24,7 @@ _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    # Locks work within one kernel, so identify the kernel. Host names would not do: containers can share one.
+    # Locks work within one kernel. Identify it by its boot id: containers of two machines can share a host name.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()

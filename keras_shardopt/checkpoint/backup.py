@@ -171,7 +171,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _check_kind(self) -> None:
-        """Raise ValueError if all backups were made with another `sharded`. Delete unfinished saves of killed jobs."""
+        """Raise ValueError if all backups have another value of `sharded`. Delete unfinished saves of killed jobs."""
         whole, sharded = os.path.exists(self._path), bool(complete_saves(self.backup_dir))
         if whole != sharded and sharded != self.sharded:
             raise ValueError(
@@ -314,7 +314,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         whole = {name for _, name in saved_together(model, is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
         ignored = {
             "variable",
-            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # `carried_values`, such as compression errors
+            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # compression errors, which may differ
             *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, REPLICA_STATE))),
         }
         stored = set(header["kinds"]) - ignored
@@ -378,7 +378,7 @@ class _Entries:
 
 
 def _skip_epochs(epoch: int) -> None:
-    """Sets the epoch counter that seeds the shuffling of arrays in the running `fit`."""
+    """Sets the epoch counter that seeds the shuffling of arrays, so the running `fit` continues at epoch `epoch`."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
     if hasattr(adapter, "_epoch"):
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)

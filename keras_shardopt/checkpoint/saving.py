@@ -205,7 +205,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             print(f"\nEpoch {epoch + 1}: finished saving model to {path}")
 
     def _decide(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
-        """Returns the path of the file to write (None: do not save), and the best value so far."""
+        """Returns the path of the file to write, or None if no save is due, and the best monitored value so far."""
         path = self._get_file_path(epoch, batch, logs)
         wanted = self._should_save_model(epoch, batch, logs, path)
         if wanted:
@@ -218,7 +218,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 def _save(
     model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str, portable: Any = False
 ) -> None:
-    """Saves a model. All processes wait for each other before state is gathered, and after the file is written."""
+    """Saves a model with Keras' `method`. All processes wait for each other before and after the file is written."""
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
@@ -276,7 +276,7 @@ def _reading_is_collective(model: Any) -> bool:
 def _write_or_join(model: Any, method: str, path: str | None) -> None:
     """Writes the file at `path`. If `path` is None (all ranks but 0), only takes part in gathering state."""
     if _reading_is_collective(model):
-        # Each process saves to a temporary file, so all processes read variables in the same order, Keras' order.
+        # Let every process save to a temporary file, so all processes read the variables together, in Keras' order.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
@@ -300,7 +300,7 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
 
 @timed("saving")
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Saves a model with its Keras method `save` or `save_weights`. Any number of processes can call this function.
+    """Saves a model with `save`: its Keras method `save` or `save_weights`. Any number of processes can call it.
 
     Each calling process replaces its file atomically. Folders, remote paths and calls with further arguments are passed
     to Keras unchanged.
@@ -312,7 +312,7 @@ def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, 
         return
     file = Unfinished(str(path))
     try:
-        # Keras' saver creates an optimizer. Inside a distribution on JAX, all processes would have to, so leave it.
+        # Keras' saver creates an optimizer. Leave the distribution on JAX, in which all processes would have to do so.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()
@@ -346,7 +346,7 @@ def saves_collectively(optimizer: Optimizer) -> bool:
 
 
 def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively) -> list[tuple[Any, str]]:
-    """Returns (object, name in backups) for each object that saves state of the optimizers that `which` selects.
+    """Returns the objects that save the state of optimizers selected by `which`, each with its name in backups.
 
     The order is that of Keras' saver. Saving an object gathers its divided state from all processes, so all processes
     must save the objects in this order.
@@ -365,7 +365,7 @@ def saved_together(model: Any, which: Callable[[Any], bool] = saves_collectively
 
 
 class NoStore(saving_lib.H5IOStore):
-    """A store for Keras' saver (which requires this base class) to visit the objects of a model and save nothing."""
+    """Makes Keras' saver visit the objects of a model and save nothing. The saver requires this base class."""
 
     def __init__(self) -> None:
         pass
@@ -417,7 +417,7 @@ class _DelayedErrors:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """In this block, which saves the model, take part in gathering state even if saving fails, so no process hangs."""
+    """Makes the block, which saves the model, gather all state even after an error, so other processes do not hang."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield
@@ -513,7 +513,7 @@ def is_chief() -> bool:
 
 
 def communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a scope in which processes can communicate, even after the model's `data_parallel` block."""
+    """Returns a scope in which processes can communicate, even if the model's `data_parallel` block has ended."""
     variables = model.variables if isinstance(model, keras.Model) else []
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 

@@ -98,7 +98,7 @@ def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
 
 
 def extensions_of(model: Any) -> list[tuple[Any, str]]:
-    """Returns each extension that has per-replica state, and the name of this state in backups."""
+    """Returns each extension (such as local SGD) that has per-replica state, and the name of this state in backups."""
     found = [each for part in cross_shards_of(model) for each in part.extension_stages if each.keeps_state]
     return [(extension, f"{'abcdefgh'[i]}_{REPLICA_STATE}") for i, extension in enumerate(found)]
 
@@ -115,7 +115,7 @@ def is_inside_window(model: Any) -> bool:
 
 
 def global_seed(make: bool) -> list[keras.Variable]:
-    """Returns Keras' global seed in a list. If it does not exist, creates it (`make`) or returns an empty list."""
+    """Returns Keras' global seed in a list. If no seed exists, creates one if `make`, else returns an empty list."""
     found = (
         seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
     )

@@ -153,7 +153,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
 
 
 def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
-    """Raise TypeError or ValueError for invalid arguments of `save_sharded` or `load_sharded`. Return the path."""
+    """Return `directory` as a str, after a check of both arguments. Error messages call `directory` by `name`."""
     check_model(model)
     check_built(model)
     check_safetensors()

@@ -79,7 +79,7 @@ def write_process(folder: str, index: int, sources: Mapping[str, Source], about:
 
 
 def write_manifest(folder: str, num_processes: int, about: dict[str, Any]) -> None:
-    """Merge the reports of all processes into the manifest.
+    """Write the manifest: the merged reports of all processes, and the values in `about`.
 
     Raises:
         OSError: if a report cannot be read, or the manifest cannot be written.
@@ -113,7 +113,7 @@ def report_path(folder: str, index: int) -> str:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write a JSON file in one step."""
+    """Write `value` to a JSON file atomically, so readers never find a part of it."""
     with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
         json.dump(value, file)
     _finish(path)
@@ -247,7 +247,7 @@ class Checkpoint:
             self.read(piece)
 
     def read(self, piece: Sequence[Any]) -> np.ndarray:
-        """Return one piece, as an array of the stored dtype, after a check of its hash.
+        """Return the values of a `piece` that the manifest lists, in the stored dtype, after a check of their hash.
 
         Raises:
             OSError: if the piece is damaged or missing.
@@ -330,6 +330,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _shape_of(entry: Mapping[str, Any], stored: Sequence[int], item: int) -> list[int]:
-    """Return a piece's shape in elements, from the shape in the file. Files hold dtypes such as bfloat16 as bytes."""
+    """Return a piece's shape in elements, given its shape `stored` in the file. Files hold some dtypes as bytes."""
     is_bytes = _storable(np.empty((0,), _dtype(entry["dtype"]))).dtype != _dtype(entry["dtype"])
     return [*stored[:-1], stored[-1] // item] if is_bytes else list(stored)

@@ -148,7 +148,7 @@ class Save:
             write_process(self.folder, index, self._sources, self._about_process)
             if self._keeps_buffers:
                 stored_parts.reuse(part for source in self._sources.values() for part in source.own.parts)
-            self._sources = {}  # frees the copies
+            self._sources = {}  # frees the host memory of the saved state
             if index == 0:
                 self._await_reports(num_processes)
                 write_manifest(self.folder, num_processes, self._about)
@@ -182,7 +182,7 @@ def incomplete_saves(directory: str) -> list[str]:
 
 
 def newest(path: str) -> Checkpoint:
-    """Return the newest complete checkpoint in a directory, or the checkpoint at `path` if this is its folder.
+    """Return the checkpoint in the folder `path`, or the newest complete one if `path` holds such folders.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.

@@ -150,7 +150,7 @@ def restore(model: Any, checkpoint: Checkpoint, process: tuple[int, int]) -> Non
 
 
 def _extra_variables(model: Any, seen: set[int]) -> Iterator[tuple[str, Variable]]:
-    """Yield the path of each variable that Keras' weights files lack, and the variable."""
+    """Yield (path, variable) for state that Keras' weights files lack. `seen`: ids of variables in such a file."""
     in_file = {id(v) for optimizer in optimizers_of(model) for v in _variables_in_file(optimizer)}
     extra = [v for v in saved_variables(model) if id(v) not in seen | in_file]
     yield from ((f"{_TRAINING}variables/{i}", variable) for i, variable in enumerate(extra))
@@ -257,7 +257,7 @@ class _Saved(saving_lib.H5IOStore):
         return True
 
     def process_for(self, variable: Variable) -> tuple[int, int]:
-        """Return (number of processes, index) to divide a variable. Process 0 saves all of it if values differ."""
+        """Return (number of processes, index) to divide a variable. If values differ, process 0 saves all of it."""
         num_processes, index = self._process
         return (sys.maxsize if id(variable) in self._unequal else num_processes, index)
 
