@@ -52,7 +52,7 @@ class _Replication:
         self._num_calls: dict[int, list[int]] = {}  # one count per tower
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
-        """Add the gradients of a tower's n-th `apply` call to those of other towers. The last tower gets the sums."""
+        """Add the gradients of a tower's n-th `apply` call to those of earlier towers. The last tower gets the sums."""
         key = id(optimizer)
         self._names[key] = optimizer.name
         calls, counts = self._calls.setdefault(key, []), self._num_calls.setdefault(key, [0] * self.num_towers)
@@ -298,7 +298,7 @@ def replicate(
         ValueError: if `num_towers` or `loss_reduction` is invalid, or `devices` is not supported. When the step
             runs: if `num_towers` does not divide the batch, or towers differ in their number of optimizer calls.
         tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch in a `tf.function` with an unknown
-            batch size, such as the smaller last batch of `fit`. After either error, no tower has run.
+            batch size, such as the smaller last batch of `fit`. If the batch does not divide, no tower has run.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks

@@ -138,7 +138,7 @@ def optimize_loss(
     num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
-            "With several replicas, gradients must be reduced. Otherwise each replica trains its own model. Received: "
+            "With several replicas, gradients must be averaged. Otherwise each replica trains its own model. Received: "
             f"{num_replicas} replicas, with on_horovod={on_horovod!r}. Use `optimize_loss(..., on_horovod=True)`."
         )
     built = build_optimizer(
@@ -260,7 +260,7 @@ class TrainingStep:
 
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
         if skip_update is not None:
-            # Call `decide` only now: while this replica computed its loss, another replica's thread may have called it.
+            # Decide right before `apply`, because other replicas' threads decide while this thread computes its loss.
             self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value

@@ -79,7 +79,7 @@ class Observer:
             wrapper._observe(self)
 
     def detach(self) -> None:
-        """Stop observing."""
+        """Stop measuring, and remove this observer from the optimizer."""
         for _, _, end in self._stages:
             end()
         for wrapper in self._observed:
@@ -106,7 +106,7 @@ class Observer:
                     f"Received: 1 replica, with {found[0]!r}. "
                     "Use several replicas, or `CrossShard(..., gradient_accumulation_steps=k)`."
                 )
-            if processes.process()[0] > 1:  # raises if a process lacks this summary
+            if processes.process()[0] > 1:  # the exchange raises an error if a process lacks this summary
                 processes.gather_objects(name)
             made, _ = STAGES[name]
             return watch(found[0], made(), f'summaries=["{name}"]', add_variable)
@@ -159,8 +159,7 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # Convert gradients inside the measuring branch. Otherwise the results would be inputs of the branch that stay
-        # in memory.
+        # Convert gradients inside the measuring branch. As inputs of the branch, converted gradients stay in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
@@ -211,7 +210,7 @@ class Observer:
         self._store("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _trainable_of(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the trainable variables. For each that `variables` lacks, return the slice or copy that is updated."""
+        """Return the trainable variables; for those missing in `variables`, their slice or copy that is updated."""
         trainable = self._optimizer._trainable_variables
         chosen = {id(v) for v in variables}
         return [v if id(v) in chosen else inner for v, inner in zip(trainable, self._updated)]

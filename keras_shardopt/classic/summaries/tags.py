@@ -27,7 +27,7 @@ STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
 
 
 def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
-    """Register a summary that a `Stage` inside the outermost `CrossShard` measures."""
+    """Register a summary that a `Stage` in the outermost `CrossShard` measures. See `STAGES` for `made` and `tags`."""
     SUMMARIES.append(name)
     STAGES[name] = made, tags
 
