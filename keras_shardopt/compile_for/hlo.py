@@ -1,4 +1,4 @@
-"""Finds the collectives in the text of a compiled XLA program (HLO), with their kind, bytes and branches."""
+"""Finds the collective operations in the text of a compiled XLA program (HLO): kind, bytes, number of devices."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             kind = match and next((k for k in _KINDS if match[2] in (k, f"{k}-start")), None)
             if not match or kind is None:
                 continue
-            # The TPU compiler repeats a collective, with one chain id, in each fusion that overlaps with it. Count only
-            # one copy.
+            # The TPU compiler repeats a collective in each fusion that overlaps with it. Count one per chain id.
             chain = re.search(r'chain_id="\d+"', line)
             if chain and (kind, chain[0]) in chains:
                 continue

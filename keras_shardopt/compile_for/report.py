@@ -135,7 +135,7 @@ def _rows(collectives: Sequence[Collective]) -> list[str]:
 
 
 def scale_table(everything: Sequence[dict[str, Any]]) -> str:
-    """Returns a table with a row per target, from `Compiled.as_dict`."""
+    """Returns a table with a row per target, from the results of `Compiled.as_dict`."""
     head = ("target", "devices", "collectives", "sent MB", "compute us", "ring us", "tree us", "ring / compute")
     rows = [head]
     for each in everything:
@@ -156,7 +156,7 @@ def scale_table(everything: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(everything: Sequence[dict[str, Any]], file: str) -> None:
-    """Plots the times of communication and compute over the number of devices, from `Compiled.as_dict`."""
+    """Plots times of communication and compute over the number of devices, from the results of `Compiled.as_dict`."""
     from matplotlib.figure import Figure  # imported here, because it is optional and slow to import
 
     each_row = sorted(everything, key=lambda each: each["num_devices"])

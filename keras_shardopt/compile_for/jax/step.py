@@ -67,7 +67,7 @@ def use_cpu_devices(number: int) -> None:
 
 
 def first_step(program: Callable[[], object], target: Target) -> FirstStep | None:
-    """Runs the program up to its first step, with the target's number of CPU devices. Returns None without a step."""
+    """Runs the program up to its first step, with the target's number of CPU devices. None if no step runs."""
 
     def catching(jit: Callable[..., Any]) -> Callable[..., Any]:
         def making(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
