@@ -37,7 +37,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 "`shuffle` is not for a `DataLoader` of an `IterableDataset`, because such a dataset cannot be "
                 "reordered. Received: shuffle=True. Shuffle inside the dataset, in the same order on every process."
             )
-        # With several workers, each splits the rows of its own stream, so the number of rows that remain is unknown.
+        # With several workers, each yields a part of its own stream of unknown length, so the total is unknown.
         sized = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
         if sized:
             part.check_enough(len(loader.dataset), "rows")

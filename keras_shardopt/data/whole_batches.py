@@ -20,7 +20,7 @@ _FINGERPRINT_ELEMENTS = 2**7
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the number of rows of each part of a batch. If some rows remain, the first parts have one row more."""
+    """Returns the number of rows of each part of a batch. If the rows do not divide, the first parts have one more."""
     rows, rest = divmod(num_rows, num_parts)
     return [rows + 1] * rest + [rows] * (num_parts - rest)
 
@@ -71,7 +71,7 @@ def checksum(batch: Any, num_elements: int = _CHECKED_ELEMENTS) -> int:
         if not hasattr(leaf, "dtype"):
             continue
         flat = leaf.reshape(-1) if hasattr(leaf, "reshape") else keras.ops.reshape(leaf, (-1,))
-        step = -(-flat.shape[0] // num_elements) | 1  # odd, because an even step could skip whole columns
+        step = -(-flat.shape[0] // num_elements) | 1  # odd, because an even step could skip whole columns of a table
         values = np.ascontiguousarray(_to_numpy(flat[::step]))
         content = repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
         found = zlib.crc32(content, zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found))
