@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if error:
         ranks[me]["connection"] = error
     found = findings(ranks)
-    if me == 0 or error:  # after a failure, process 0 perhaps lacks the facts of others
+    if me == 0 or error:  # after a failure, each process prints its own report
         print(_as_json(ranks, found) if given.json else _table(ranks, found), flush=True)
     return int(any(finding.level == ERROR for _, finding in found))
 

@@ -112,11 +112,11 @@ def _connection(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _versions(ranks: Ranks) -> Iterator[Finding]:
-    return _difference(ranks, "versions", ERROR, "Install the same versions everywhere, as with `pip freeze`.")
+    return _difference(ranks, "versions", ERROR, "Install the same versions everywhere, as listed by `pip freeze`.")
 
 
 def _config(ranks: Ranks) -> Iterator[Finding]:
-    remedy = "Set it in the program, or use the same keras.json everywhere."
+    remedy = "Set the same value in the program, or use the same keras.json everywhere."
     return _difference(ranks, "keras", ERROR, remedy)
 
 
@@ -159,11 +159,11 @@ def _contradictions(variables: dict[str, str], process: Facts) -> Iterator[Findi
             yield Finding(ERROR, f"{name}={variables[name]} without {', '.join(missing)}", start)
         if _READERS[name] != process["framework"] and variables[name] != "1":
             fix = f"Unset {name}, or set KERAS_BACKEND={_READERS[name].lower().replace('py', '')} in all processes."
-            yield Finding(ERROR, f"{name} is for {_READERS[name]}, and Keras uses {process['framework']}", fix)
+            yield Finding(ERROR, f"{name} is for {_READERS[name]}, but Keras uses {process['framework']}", fix)
     if len(jobs) > 1:
         yield Finding(ERROR, f"{' and '.join(jobs)} describe two different jobs", f"Unset {' or '.join(jobs)}.")
     if process["command"] and jobs and f" {process['size']} " not in process["command"]:
-        text = f"{jobs[0]} sets {process['size']} processes, but the program was started by {process['command']}"
+        text = f"{jobs[0]} sets {process['size']} processes, which contradicts the job's command: {process['command']}"
         yield Finding(ERROR, text, f"Unset {jobs[0]}, because `data_parallel()` sets it.")
     if not 0 <= process["rank"] < process["size"]:
         text = f"rank {process['rank']} of {process['size']} processes"

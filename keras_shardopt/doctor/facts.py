@@ -33,7 +33,7 @@ PREFIXES = (
 
 
 def local(directory: str, seconds: float = 10.0) -> Facts:
-    """Return a dict of facts about this process. Collectors that fail or need over `seconds` are in "failed"."""
+    """Return facts about this process by name. "failed" has an error for each that fails or takes over `seconds`."""
     collectors: dict[str, Callable[[], Any]] = {
         "process": _process,
         "versions": _versions,
@@ -141,7 +141,7 @@ def _cores() -> Facts:
 
 
 def _cgroup(name: str, controller: str = "") -> Iterator[str]:
-    """Yield a file's contents in this process's control group and its parents. In version 2, `controller` is ""."""
+    """Yield the texts of file `name` in this process's control group and its parents. Version 2 has no `controller`."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -244,7 +244,7 @@ def _files(path: str) -> Facts:
                 file.write(b"new" * 2**20)
                 file.flush()
                 os.fsync(file.fileno())
-            with open(old, "rb") as reader:  # after the replacement, an open file must still have the old content
+            with open(old, "rb") as reader:  # a file that is open must keep the old content when it is replaced
                 os.replace(new, old)
                 found["renames"] = reader.read() == b"old" and old.read_bytes()[:3] == b"new" and not new.exists()
             with contextlib.suppress(ImportError), open(old, "rb+") as file:

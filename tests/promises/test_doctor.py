@@ -140,7 +140,7 @@ class TestPlantedFaults:
             found,
             self.NOT_CONNECTED,
             ("error", "environment", "WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT"),
-            ("error", "environment", "TF_CONFIG is for TensorFlow, and Keras uses PyTorch"),
+            ("error", "environment", "TF_CONFIG is for TensorFlow, but Keras uses PyTorch"),
             ("error", "environment", "WORLD_SIZE and TF_CONFIG describe two different jobs"),
             ("error", "environment", "TF_CONFIG does not describe this worker"),
             ("error", "directory", "Read-only file system"),
@@ -205,7 +205,7 @@ class TestPlantedFaults:
         assert_names(
             reports([variables], "--timeout", 3),
             self.NOT_CONNECTED,
-            ("error", "environment", f"is for {'JAX' if BACKEND == 'torch' else 'PyTorch'}, and Keras uses"),
+            ("error", "environment", f"is for {'JAX' if BACKEND == 'torch' else 'PyTorch'}, but Keras uses"),
         )
 
     def test_a_process_that_does_not_start(self):
