@@ -18,8 +18,8 @@ def _main(folder: pathlib.Path) -> None:
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = function(*args, **kwargs)
-        # Pickle on all processes, because each may hold a part of the model. Use `outside_strategy`, because pickling
-        # creates an optimizer.
+        # Pickle on all processes, because each may hold a part of the model. Pickling creates an optimizer: leave the
+        # strategy, so each process can create variables alone.
         pickled = placement.outside_strategy(lambda: pickler().dumps(result))
         if processes.process()[1] == 0:
             _write(folder / RESULT, pickled)

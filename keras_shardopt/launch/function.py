@@ -45,7 +45,7 @@ def launch_processes(
         TypeError: if `function` is not callable, `args` not a sequence, or `kwargs` not a dict.
         ImportError: if cloudpickle is not installed.
         RuntimeError: if a process fails without a Python exception, as after a signal. If a process raises an
-            exception, the first such exception is raised here. All processes have ended then, as after an interrupt.
+            exception, the first such exception is raised here. After any error or interrupt, all processes have ended.
 
     Example:
         >>> import keras_shardopt as ks

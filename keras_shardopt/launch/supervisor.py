@@ -87,7 +87,7 @@ def _wait(
 ) -> tuple[int | None, str]:
     """Waits until all processes end, and ends them if a process fails or hangs.
 
-    Returns the failed process's index, or None; and if a process hangs, a text with the steps of all, otherwise "".
+    Returns the index of the failed process or None, and after a hang a text with the steps of all, otherwise "".
     """
     failed: int | None = None
     hung = ""

@@ -33,11 +33,11 @@ class Watch:
         self._seconds = self._remind_at = job.watch or float("inf")
         self._say = say
         self._clock, self._called = 0.0, time.monotonic()
-        # Of each process: the time at which its file changed, the clock then, and the epoch, step and phase in it.
+        # By process: the time at which its file changed, `_clock` at that time, and the file's epoch, step and phase.
         self._beats: dict[int, tuple[int, float, tuple[int, int, str]]] = {}
         for file in self._files.values():
             file.unlink(missing_ok=True)
-        # Set it even if it is empty, because a job that is watched can start this job, and would pass on its directory.
+        # Set HEARTBEATS even to "", because a watched job that starts this job would otherwise pass on its directory.
         self.environment = {jobs.HEARTBEATS: directory, **({"PYTHONFAULTHANDLER": "1"} if directory else {})}
 
     def hung(self, running: Collection[int]) -> str:
@@ -47,7 +47,7 @@ class Watch:
         for rank, file in self._files.items():
             try:
                 beat = json.loads(file.read_text())
-                changed = file.stat().st_mtime_ns  # read after the line, or a new line could get an old time
+                changed = file.stat().st_mtime_ns  # read the time after the line, or a new line could get an old time
             except (OSError, ValueError):  # not in `fit` yet, an empty file on a full disk, or the user removed it
                 self._beats.pop(rank, None)
                 continue
