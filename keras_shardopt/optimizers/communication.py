@@ -45,7 +45,7 @@ class CommunicationReport:
         return self.bytes_per_update / self.float32_bytes if self.float32_bytes else 0.0
 
     def __str__(self) -> str:
-        lines = [f"{self.bytes_per_update:,.0f} bytes per replica and update, {self.ratio:.3f} of float32's"]
+        lines = [f"{self.bytes_per_update:,.0f} bytes per replica and update, {self.ratio:.3f} of the bytes in float32"]
         if self.num_updates > 1:
             lines.append(f"  per {self.num_updates} updates (one sync step):")
         grouped: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
@@ -79,7 +79,7 @@ class ReportsCommunication:
             >>> import keras, keras_shardopt as ks
             >>> optimizer = ks.CrossShard(keras.optimizers.SGD(), compression="int8")
             >>> print(optimizer.communication_report())  # one replica sends nothing
-            0 bytes per replica and update, 0.000 of float32's
+            0 bytes per replica and update, 0.000 of the bytes in float32
         """
         found, num_updates = self.pipeline.collectives, 1
         for extension in self.extension_stages:

@@ -187,7 +187,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
     # -- building and files --------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates the variables of the stages and of the inner optimizer for these trainable variables."""
+        """Creates the variables of its `Stage` objects and of the inner optimizer for these trainable variables."""
         variables = list(variables)
         if not self.built:
             self.peers.before_build(variables)
@@ -201,12 +201,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
     @property
     def _saved_state(self) -> list[Variable]:
-        """The variables in files besides those of the inner optimizer. Accumulated gradients are omitted."""
+        """The variables that files store in addition to those of the inner optimizer, without accumulated gradients."""
         return [variable for extension in self.extension_stages for variable in extension.saved_variables]
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The variables that differ between replicas: divided optimizer state, and some variables of stages."""
+        """The variables that differ between replicas: divided optimizer state, and those of some `Stage` objects."""
         return [*self.pipeline.replica_state, *super()._replica_state]
 
     @property

@@ -212,11 +212,11 @@ class AutomaticLossScaler:
             variable.assign(value)
 
     def _only_counts(self, has_nan: Any, amax: Any) -> bool:
-        """Whether this step only adds 1 to the counter of good steps. Also False if the check would be slow."""
+        """Whether this step only adds 1 to the counter of good steps. Also False if reading the counter is slow."""
         return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
-        """Whether a step without overflow would only add 1 to the counter of good steps. False if the check is slow."""
+        """Whether a step without overflow only adds 1 to the counter of good steps. False if reading it is slow."""
         if self.algorithm != "Backoff":
             return False
         counter = self._state[-1]

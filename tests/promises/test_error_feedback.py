@@ -71,7 +71,7 @@ def test_the_bytes_are_those_of_theory(world, name):
     thin = 32 * (2 * rank * compressing.WIDTH + compressing.WIDTH)
     theory = 2 * 3 / 4 * (thin if bits is None else bits * num_weights) / 8
     assert theory <= sent <= 1.05 * theory, (sent, theory)
-    assert f"{sent / in_float32:.3f} of float32's" in words
+    assert f"{sent / in_float32:.3f} of the bytes in float32" in words
     assert counted is None or counted == sent + 2 * 3 / 4 * 8  # `fit` adds up rows, in one number
     if name == "int8":
         assert [c for c in collectives if "int8" in c[1]] == [
