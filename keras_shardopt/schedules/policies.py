@@ -342,7 +342,7 @@ class InvPolyDecay(Policy):
     With rate $r$ = `learning_rate`, $m = \min(\max(\text{min\_lr}, 10^{-8}), r)$, length $d$ = `decay_steps` and
     power $p$, the rate at step $s$ is
 
-    $$r\,/\,(1 + k s)^p, \quad k = ((r / m)^{1/p} - 1) / d,$$
+    $$r\,/\,(1 + k s)^p, \quad k = ((r / m)^{1/p} - 1) / d.$$
 
     The rate is $m$ at step $d$, and falls further after it.
 
