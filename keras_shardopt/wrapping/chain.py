@@ -55,7 +55,7 @@ def innermost(optimizer: object) -> Any:
 
 
 def base_optimizers(optimizer: object) -> list[Any]:
-    """Return every optimizer with an update rule inside `optimizer`."""
+    """Return the optimizers with an update rule (such as `Adam`) in `optimizer`, which may be one itself."""
     root = innermost(optimizer)
     return [
         leaf
@@ -115,7 +115,7 @@ def _inner_of(optimizer: object) -> Any:
 
 
 def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
-    """Return the optimizer for an optimizer, its name or its config. Errors contain `caller` and `argument`."""
+    """Return `identifier`, or the optimizer that has this name or config. Errors contain `caller` and `argument`."""
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):

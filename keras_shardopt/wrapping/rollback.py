@@ -206,7 +206,7 @@ _more_gradients_follow: contextvars.ContextVar[bool] = contextvars.ContextVar("m
 
 @contextlib.contextmanager
 def before_more(more_comes: bool) -> Iterator[None]:
-    """If more gradients follow (`more_comes`), do not count an `apply` in the block that updates nothing as skipped."""
+    """If more gradients follow (`more_comes`), an `apply` without an update in this block does not count as skipped."""
     token = _more_gradients_follow.set(more_comes)
     try:
         yield
@@ -373,7 +373,7 @@ class _SavedValues(threading.local):  # because TensorFlow's replicas are thread
         self.values[id(variable)] = self.entry(variable, ops.copy(ops.convert_to_tensor(now)))
 
     def entry(self, variable: Variable, value: Tensor) -> _SavedValue:
-        """Return an entry for `values`. It is deleted together with the variable."""
+        """Return an entry for the dict `self.values`. The entry is deleted together with the variable."""
         key, values = id(variable), self.values
         return _SavedValue(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 
@@ -424,6 +424,6 @@ def _assign(variable: Variable, value: Any) -> Tensor:
 
 
 def assign_saved(variable: Variable, value: Any) -> None:
-    """Assign a value that a forward pass returned instead of assigning it. Save the previous value."""
+    """Save a variable's value, then assign a new value that a forward pass has returned but not assigned."""
     save_before_assignment(variable)
     _assign_in_keras(variable, value)

@@ -180,7 +180,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
     """Whether a file with this metadata may belong to an optimizer of this model's trainable variables."""
     mine = collections.Counter(without_digits([*{_layer_and_name(v) for v in model.trainable_variables}]))
     stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in metadata.slots.values()}]))
-    if metadata.num_variables is not None:  # in newer files, which can omit state of some variables
+    if metadata.num_variables is not None:  # newer files; they may lack some variables' state, so use `<=`
         return metadata.num_variables == len(model.trainable_variables) and stored <= mine
     return stored == mine if stored else has_built_in_step(model)
 
@@ -327,7 +327,7 @@ class WrapperState(KerasSaveable):
         return "Optimizer"
 
     def __dir__(self) -> list[str]:
-        return []  # the saver stores no members
+        return []  # so the saver finds no members to store
 
     def save_own_variables(self, store: Any) -> None:
         """Write the wrappers' variables to `store`."""

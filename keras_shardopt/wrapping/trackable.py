@@ -46,7 +46,7 @@ class InCheckpoints:
             wrapper._before_file_access(loads)
 
     def _before_file_access(self, loads: bool) -> None:
-        """Called before the state is written to a file. With `loads`, called when it is read from a file."""
+        """Called before the state is written to a file (`loads` is False), and when it is read from a file (True)."""
 
     def _own_children(self) -> dict[str, Any]:
         if not self.built:  # `build` creates some of the variables

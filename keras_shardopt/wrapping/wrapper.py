@@ -175,7 +175,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _delegates_factors(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
-        """Return True if the next update will apply `factors` to gradients. If False, the caller must apply them."""
+        """Whether the next update multiplies (or `divides`) gradients by `factors`. If not, the caller must do this."""
         if _kernels is None or self._observer is not None:
             return False
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
