@@ -55,7 +55,7 @@ class StepReport(keras.callbacks.Callback):
     After each epoch, process 0 prints two lines: the shares of these phases, and a comparison of processes. The time of
     validation does not count. A warning names a slow process and its slow phase, once per `fit`.
 
-    Compiled steps and GPUs hide their phases. There, each process also times forward passes of
+    Compiled steps and GPUs hide their phases. With them, each process also times forward passes of
     `model.predict_on_batch` in each window, if the model has one input of known shape and no stateful RNN. To find a
     slow network, each process times messages to process 0. This needs three or more processes, and does not find
     process 0. If `steps_per_execution` is above 1, an execution counts as one batch. See
@@ -140,7 +140,7 @@ class StepReport(keras.callbacks.Callback):
         is_known = len(self._inputs) == 1 and None not in self._inputs[0].shape[1:]
         is_stateful = any(getattr(layer, "stateful", False) for layer in layers_of(self._trained))
         if not is_known or self._inputs[0].dtype == "string" or is_stateful:
-            self._inputs = []  # forward passes need a known shape, and would change the states of an RNN
+            self._inputs = []  # no forward passes: they need a known shape, and would change the states of an RNN
         self._has_compiled_forward = False
         self._timed: Any = None
         self._num_steps = self._num_in_window = self._most = 0
@@ -278,7 +278,7 @@ class StepReport(keras.callbacks.Callback):
             self._inputs = []
             return 0.0
         finally:
-            for each, value in seeds:  # because layers can draw random numbers in inference
+            for each, value in seeds:  # restore seeds, because layers can draw random numbers in inference
                 each.assign(value)
         self._has_compiled_forward = True
         return min(found)

@@ -64,7 +64,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
             failed, hung = _wait(job, processes, received, output, watch)
         finally:
             for process in processes:
-                _signal(process, signal.SIGKILL)  # and its child processes
+                _signal(process, signal.SIGKILL)  # also ends its child processes
                 process.wait()
             output.join()
         if received:

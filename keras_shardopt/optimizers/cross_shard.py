@@ -254,7 +254,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         started = self.peers.connected_ranks()
         if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)
-        if runtime.updates_are_stateless:  # raise now, because a compiled step cannot
+        if runtime.updates_are_stateless:  # raise errors now, because compiled steps cannot
             self.check_finite()
         else:
             self.pipeline.before_reading()

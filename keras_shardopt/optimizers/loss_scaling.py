@@ -187,7 +187,7 @@ class ScaledUpdate(OptimizerWrapper):
         axes = [reducer.axis_name for reducer in reducers]
         if self._scope.is_reduced:
             if self._scope.group_axis is None:
-                return has_nan, amax  # the gradients are global
+                return has_nan, amax  # the same on all replicas, because the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # All replicas must decide alike, so replicas with separate programs exchange the results of their checks. If

@@ -297,15 +297,15 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
-    """Return the moving statistics of these models: float variables that forward passes can assign."""
-    own = {key for model in models for key in ids_of_states(model)}  # states of RNNs, with a value per row
+    """Return the float variables that forward passes can assign (moving statistics), except the states of RNNs."""
+    own = {key for model in models for key in ids_of_states(model)}
     return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
 class _RollsBackStateless(keras.Model):
     """Mixed into models on JAX: after a skipped update, restores variables in the state that a step returns."""
 
-    is_outermost = True  # because this `train_step` needs the state that the whole step returns
+    is_outermost = True  # `mix_in` puts this `train_step` around all others, so it gets the state that they return
 
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
@@ -339,7 +339,7 @@ class _SavedValue(NamedTuple):
     value: Tensor
 
 
-class _SavedValues(threading.local):  # because TensorFlow's replicas are threads
+class _SavedValues(threading.local):  # per thread, because TensorFlow's replicas are threads
     """The values of variables before a forward pass assigned them."""
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
     if metadata is not None and not (metadata.kind in (None, kind_of(optimizer)) and _may_be_for(metadata, model)):
         return
     with placement.colocate_with(variables[0]) if variables else contextlib.nullcontext():
-        if variables and not processes.creates_variables_collectively():  # perhaps only this process is loading
+        if variables and not processes.creates_variables_collectively():  # perhaps this process loads alone
             optimizer.build(variables)
 
 

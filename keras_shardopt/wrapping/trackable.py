@@ -49,7 +49,7 @@ class InCheckpoints:
         """Called before the state is written to a file (`loads` is False), and when it is read from a file (True)."""
 
     def _own_children(self) -> dict[str, Any]:
-        if not self.built:  # `build` creates some of the variables
+        if not self.built:  # nothing yet, because `build` creates some of the variables
             return {}
         # Keras' `MultiOptimizer` omits the state of its optimizers from TensorFlow's checkpoints, so add it here.
         several = leaves if len(leaves := base_optimizers(self)) > 1 else []

@@ -187,7 +187,7 @@ def _overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     for i, (start, size) in enumerate(boxes):
         for other, length in boxes[i + 1 :]:
             if other and other[0] >= start[0] + size[0]:
-                break  # the boxes are sorted by their first rows
+                break  # the boxes are sorted, so all later boxes begin after this one ends
             if all(a < b + m and b < a + n for a, n, b, m in zip(start, size, other, length)):
                 return True
     return False
@@ -221,7 +221,7 @@ class Checkpoint:
             )
         for name, size in self.manifest["files"].items():
             path = os.path.join(folder, name)
-            found = os.path.getsize(path)  # raises FileNotFoundError, which names the file
+            found = os.path.getsize(path)  # raises FileNotFoundError if the file is missing
             if found != size:
                 raise OSError(f"The file {path!r} is damaged: it must have {size} bytes. Received: {found} bytes.")
         self._files: dict[str, Any] = {}
