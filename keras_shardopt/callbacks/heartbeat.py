@@ -38,7 +38,7 @@ class Heartbeat(keras.callbacks.Callback):
     that hangs, and on the other ranks the call that waits for it. A call that holds Python's global interpreter lock
     prevents this. Training can continue afterwards. To end a hung job, use
     [the launcher's `--watch`](../processes.md#hung), which needs only `Heartbeat()` in the program. Without this
-    launcher, `Heartbeat()` has no effect.
+    launcher, `Heartbeat()` without arguments has no effect.
 
     Args:
         directory: path or None (default). A directory for the files of all ranks. It is created if missing.

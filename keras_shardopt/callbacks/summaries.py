@@ -129,7 +129,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         """Whether to record values from inside the updates of an optimizer. `prefix` is the start of its tags."""
         if len(self._optimizers) == 1:
             return True
-        if optimizer is model.optimizer:  # perhaps the default of `compile()`, unused by a custom step
+        if optimizer is model.optimizer:  # record only a wrapper: others may be the unused default of `compile()`
             return isinstance(optimizer, OptimizerWrapper)
         if not runtime.updates_are_stateless:
             return True

@@ -175,7 +175,7 @@ def _learning_rate(given: Any) -> Any:
     try:
         inspect.signature(given).bind(0)
     except TypeError:
-        return given  # a function without arguments is passed to Keras
+        return given  # Keras itself calls functions without arguments
     return _FunctionOfStep(given)
 
 

@@ -337,7 +337,7 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     text = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items())
     name, seconds = list(times.items())[-1]
     speed = sent * SIZES[name][0] / seconds
-    text += f": {speed / 1e9:.2g} GB/s per replica; a copy in memory {memory / 1e9:.2g} GB/s"
+    text += f": a replica sends {speed / 1e9:.2g} GB/s; a copy in memory reaches {memory / 1e9:.2g} GB/s"
     fix = "Set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the fastest network; see the page Slow network."
     if "64 MB" not in times or speed < 0.02 * memory:
         yield Finding(WARNING, f"slow all-reduce: {text}", fix)
@@ -389,7 +389,7 @@ def _files(ranks: Ranks) -> Iterator[Finding]:
             yield Finding(ERROR, f"cannot write in {path}: {why}", _REMEDIES.get(number, "Choose another directory."))
             return
         if files["free"] < 1e9:
-            text = f"only {_size(files['free'])} of disk space are free in {path}"
+            text = f"only {_size(files['free'])} of disk space is free in {path}"
             yield Finding(WARNING, text, _REMEDIES[errno.ENOSPC])
         if not files["renames"]:
             text = f"a rename in {path} ({files['kind']}) is not atomic, so a killed job can damage its files"

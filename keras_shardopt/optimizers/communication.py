@@ -68,9 +68,9 @@ class ReportsCommunication:
         """Reports the bytes that each replica sends per update, their ratio to float32, and the collectives.
 
         The report is empty before the first update, with one replica, and if the optimizer receives reduced gradients:
-        under PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without a per-replica option. With
-        `LocalSGD` the report is the mean over updates between two syncs. On PyTorch, the report is empty from the
-        warm-up to the first sync.
+        under PyTorch's DDP, and in `fit` on JAX without `prepare(model)` or without options for each replica's own
+        gradients. With `LocalSGD`, the report is the mean over the updates from one average of weights to the next. On
+        PyTorch, it is empty between the warm-up of `LocalSGD` and the first average.
 
         Returns:
             A `CommunicationReport` with `bytes_per_update`, `float32_bytes`, `ratio`, `collectives`, `num_updates`.

@@ -225,7 +225,7 @@ class AutomaticLossScaler:
         return int(value) + 1 < self.params["step_window"]
 
     def _count_if_good(self, grads: Gradients) -> bool:
-        """If a fast check shows no overflow and no change of the scale, adds 1 to the counter and returns True."""
+        """If a fast check shows no overflow and no change of the scale, counts a good step and returns True."""
         if type(self) is not AutomaticLossScaler or not self._may_only_count() or not _are_surely_finite(grads):
             return False
         self._state[-1].assign_add(1)

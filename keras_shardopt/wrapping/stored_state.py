@@ -318,7 +318,7 @@ def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]
 
 
 class WrapperState(KerasSaveable):
-    """The variables of nested wrappers, as an object for which Keras' saver creates a group."""
+    """The variables of nested wrappers, as an object for which Keras' saver creates a group in files."""
 
     def __init__(self, optimizer: StoredOptimizer) -> None:
         self._optimizer = optimizer

@@ -177,7 +177,8 @@ def _check_covered(path: str, entry: dict[str, Any]) -> None:
     if num_elements != math.prod(shape) or _overlap(boxes):
         raise ValueError(
             f"The saved pieces of the array `{path}` must contain each of its {math.prod(shape)} elements once. "
-            f"Received: pieces with {num_elements} elements. Check that all processes train the same model."
+            f"Received: pieces with {num_elements} elements, repeated ones included. Check that all processes train "
+            "the same model."
         )
 
 

@@ -148,7 +148,7 @@ class Save:
             write_process(self.folder, index, self._sources, self._about_process)
             if self._keeps_buffers:
                 stored_parts.reuse(part for source in self._sources.values() for part in source.own.parts)
-            self._sources = {}  # frees the host memory of the saved state
+            self._sources = {}  # frees the copies of the state, unless `reuse` keeps them
             if index == 0:
                 self._await_reports(num_processes)
                 write_manifest(self.folder, num_processes, self._about)

@@ -126,7 +126,7 @@ FAULTS = {
         {},
         "warning",
         "directory",
-        "only 50 MB of disk space are free in /data (process 0)",
+        "only 50 MB of disk space is free in /data (process 0)",
     ),
     "rename": ({"files": {"renames": False, "kind": "fuse"}}, {}, "error", "directory", "is not atomic"),
     "locks": ({"files": {"locks": False}}, {}, "warning", "directory", "has no file locks"),
