@@ -175,7 +175,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
             raise TypeError(
-                f"If `identifier` is a name, that schedule's arguments must follow. Received: {identifier!r}: {error}"
+                f"If `identifier` is a name, pass the arguments of that schedule too. Received: {identifier!r}: {error}"
             ) from None
         return kind(**arguments)
     if arguments:
