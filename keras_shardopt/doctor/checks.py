@@ -116,7 +116,7 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _config(ranks: Ranks) -> Iterator[Finding]:
-    remedy = "Set the same value in the program, or use the same keras.json everywhere."
+    remedy = "Set one value in the program, or use one keras.json everywhere."
     return _difference(ranks, "keras", ERROR, remedy)
 
 

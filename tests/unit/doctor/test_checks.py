@@ -224,7 +224,7 @@ def test_the_table_has_a_line_per_finding_and_remedy():
     lines = command._table(ranks, checks.findings(ranks)).splitlines()
     assert lines[0] == "keras_shardopt doctor: 2 processes, 2 replicas, PyTorch"
     (at,) = [number for number, line in enumerate(lines) if line.startswith("error    Keras         floatx float32 on")]
-    assert lines[at + 1].strip().startswith("-> Set the same value in the program")
+    assert lines[at + 1].strip().startswith("-> Set one value in the program")
     assert lines[-1].startswith("error: 1, warning: 0, OK: ")
 
 
