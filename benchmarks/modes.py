@@ -84,10 +84,8 @@ def main() -> None:
                 add(name, make())
             except ValueError as error:
                 left_out.append(f"Left out: {name} ({str(error).split('. ')[0]}).")
-        if backend != "torch":
-            left_out.append("Left out: TrainingSummaries, for which each `fit` compiles its step anew (summaries.py).")
         with tempfile.TemporaryDirectory() as folder:
-            if backend == "torch" and not arguments.only:
+            if not arguments.only:
                 summaries = ks.callbacks.TrainingSummaries(folder, every=100)
                 add("TrainingSummaries(every=100)", ks.CrossShard(keras.optimizers.Adam(1e-4)), (summaries,))
             clock = time.process_time if arguments.cpu else time.perf_counter

@@ -15,6 +15,7 @@ from keras_shardopt.classic.summaries.event_file import checked_log_dir
 from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.numerics import Optimizer
+from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -56,7 +57,9 @@ class TrainingSummaries(keras.callbacks.Callback):
     with one replica too. With other optimizers, only the learning rate is available. During training, the optimizer
     has an additional scalar or vector variable per kind of value, never saved in files. "gradients" and "variables"
     each take as much memory as the weights. On JAX, "variables" and "variable_norm" also cost a copy of the weights per
-    step. After training, these variables are removed, so the next `fit` compiles the training step again.
+    step. After training, these variables are removed from the optimizer. The callback keeps them and the compiled
+    training step: pass the same callback to the next `fit`, and nothing is compiled again, except with
+    "gradient_noise_scale".
 
     Args:
         log_dir: path or None. The folder for the event files, written by rank 0; None writes no files. Needs
@@ -94,6 +97,10 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._optimizers: dict[str, Any] = {}
         self._recorders: dict[str, Recorder] = {}
         self._updates_before: dict[str, int] = {}
+        # The model's step without and with recording. The last training's steps, settings and recorders.
+        self._plain_step: Any = None
+        self._recording_step: Any = None
+        self._kept: tuple[Any, ...] = ()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Builds `model.optimizer` unless it is built, and starts to record the built optimizers."""
@@ -105,8 +112,28 @@ class TrainingSummaries(keras.callbacks.Callback):
                 optimizer.build(model.trainable_variables)
         self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
         self._recorders = {}
-        self._start_recorders()
+        self._plain_step = None if any(map(_is_observed, self._optimizers.values())) else model.train_function
+        if not self._restart_recorders():
+            self._kept = ()
+            self._start_recorders()
         self._count_from_updates()
+
+    def _restart_recorders(self) -> bool:
+        """Record again with the variables and the compiled step of the last training, if nothing has changed since."""
+        if not self._kept or self._plain_step is None:
+            return False
+        plain, recording, settings, recorders = self._kept
+        optimizers = {prefix: recorder.optimizer for prefix, recorder in recorders.items()}
+        if plain is not self._plain_step or settings != self._settings() or optimizers != self._optimizers:
+            return False
+        for prefix, recorder in recorders.items():
+            recorder.reopen(next(iter(self._recorders.values()), None))
+            self._recorders[prefix] = recorder
+        self.model.train_function = self._recording_step = recording
+        return True
+
+    def _settings(self) -> tuple[Any, ...]:
+        return self.log_dir, self.summaries and tuple(self.summaries), self.every
 
     def _start_recorders(self) -> None:
         if self.log_dir is None and not self.summaries:
@@ -124,6 +151,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                     looks_inside=self._records_updates(model, prefix, optimizer),
                 )
                 model.make_train_function(force=True)
+                self._recording_step = model.train_function
 
     def _records_updates(self, model: Any, prefix: str, optimizer: Optimizer) -> bool:
         """Whether to record values from inside the updates of an optimizer. `prefix` is the start of its tags."""
@@ -199,11 +227,15 @@ class TrainingSummaries(keras.callbacks.Callback):
                 logs[f"{prefix}loss_scale"] = scale
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops recording, and drops the compiled training step that records."""
-        for recorder in self._recorders.values():
+        """Stops recording, and gives the model its training step without recording again."""
+        recorders, model = self._recorders, self.model
+        for recorder in recorders.values():
             recorder.close()
-        if self._recorders:
-            self.model.train_function = None
+        if recorders:
+            can_restart = model.train_function is self._recording_step and self._plain_step is not None
+            if can_restart and all(recorder.can_reopen for recorder in recorders.values()):
+                self._kept = self._plain_step, self._recording_step, self._settings(), recorders
+            model.train_function = self._plain_step if can_restart else None
         self._recorders, self._optimizers = {}, {}
 
 
@@ -219,6 +251,12 @@ def _by_prefix(model: Any) -> dict[str, Any]:
         name = name if f"{name}/" not in found else f"{name}_{len(found)}"
         found[f"{name}/"] = optimizer
     return found
+
+
+def _is_observed(optimizer: Optimizer) -> bool:
+    """Whether another callback records this optimizer, or a training that failed before `on_train_end`."""
+    chain = [optimizer, *descendants(optimizer)]
+    return any(o._observer is not None for o in chain if isinstance(o, OptimizerWrapper))
 
 
 def _num_updates(optimizer: Optimizer) -> int:

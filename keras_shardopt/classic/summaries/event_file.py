@@ -29,7 +29,8 @@ def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
             "Run `pip install tensorboardX`, or pass `log_dir=None` to write no files."
         ) from error
     # Make the name unique, because `tensorboardX` names files by the second, so two writers could use the same file.
-    suffix = f".{os.getpid()}.{next(_num_files)}"
+    # TensorBoard reads files in the order of their names.
+    suffix = f".{os.getpid()}.{next(_num_files):06}"
     writer = SummaryWriter(str(log_dir), filename_suffix=suffix)
 
     def write(tags: dict[str, Any] | None, step: int) -> None:

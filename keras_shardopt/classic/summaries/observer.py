@@ -75,6 +75,15 @@ class Observer:
         with placement.colocate_with(self._updated[0]):
             self._stored = {**self._stage_variables, **self._new_values(bool(clipping))}
         placement.place(self._all_variables(), "replicated")
+        self.attach()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether this observer has inserted stages into a `CrossShard`, which `detach` removes for good."""
+        return bool(self._stages)
+
+    def attach(self) -> None:
+        """Start observing, again after `detach`."""
         for wrapper in self._observed:
             wrapper._observe(self)
 

@@ -62,12 +62,28 @@ class Recorder:
                 f"summaries={list(names)}, with {type(optimizer).__name__}. "
                 f"Use `CrossShard({type(optimizer).__name__}())`, which changes nothing with one replica."
             )
+        self._log_dir = log_dir
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
+        self._last_step = -1
+        self._open(colocate_with)
+
+    def _open(self, colocate_with: Recorder | None) -> None:
         if colocate_with is not None:
             self._write = colocate_with._write
-        elif log_dir is not None and not processes.process()[1]:
-            self._write = event_writer(log_dir)
-        self._last_step = -1
+        elif self._log_dir is not None and not processes.process()[1]:
+            self._write = event_writer(self._log_dir)
+
+    @property
+    def can_reopen(self) -> bool:
+        """Whether `reopen` is possible, and steps compiled before `close` are valid again after it."""
+        return self._observer is None or not self._observer.has_stages
+
+    def reopen(self, colocate_with: Recorder | None) -> None:
+        """Measure again after `close`, with the same variables, and write to a new file."""
+        if self._observer is not None:
+            self._observer.attach()
+            self._last_step = self._observer.values()[0]  # measured before `close`
+        self._open(colocate_with)
 
     @property
     def num_micro_batches(self) -> int:
@@ -100,14 +116,14 @@ class Recorder:
         if self._write is None or not self._names:
             return False
         step, tags = self.values()
-        if step <= self._last_step or step <= 0:
+        if step in (self._last_step, 0):
             return False
         self._last_step = step
         self._write({**{f"{self._prefix}{tag}": value for tag, value in tags.items()}, **more()}, step)
         return True
 
     def close(self) -> None:
-        """Stop measuring, and close the file. Compiled steps must be compiled again."""
+        """Stop measuring, and close the file. Steps compiled while measuring must not run after this."""
         if self._observer is not None:
             self._observer.detach()
         if self._write is not None:

@@ -94,6 +94,67 @@ def test_every_update_of_several_epochs_and_fits(tmp_path):
     assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [3, 6, 9, 12]
 
 
+def num_traces(callbacks_of_fits, factors):
+    """How often the loss runs as Python in each `fit` of one step, and the weights in the end.
+
+    `factors` are those of the loss, by the number of the `fit` before which the model is compiled.
+    """
+    traces = [0]
+    model, counts = problem.model(), []
+    optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9))
+    for number, callbacks in enumerate(callbacks_of_fits):
+        if factor := factors.get(number):
+
+            def loss(y, outputs, factor=factor):
+                traces[0] += 1
+                return factor * keras.losses.mean_squared_error(y, outputs)
+
+            model.compile(optimizer, loss)
+        before = traces[0]
+        fit(callbacks, num_steps=1, model=model)
+        counts.append(traces[0] - before)
+    return counts, model.get_weights()
+
+
+@pytest.mark.backends("jax", "tensorflow")
+def test_one_callback_compiles_in_its_first_fit_only(tmp_path):
+    callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm", "variables"], every=1)
+    callbacks = [[callback], [callback], [], [callback], [], [callback]]
+    counts, weights = num_traces(callbacks, {0: 1.0, 5: 2.0})
+    assert [count > 0 for count in counts] == [True, False, True, False, False, True]
+    assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [1, 2, 4, 6]
+    _, expected = num_traces([[]] * len(callbacks), {0: 1.0, 5: 2.0})
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.backends("jax", "tensorflow")
+def test_a_callback_with_other_settings_or_after_a_failed_fit_compiles_again(tmp_path):
+    callback = ks.callbacks.TrainingSummaries(tmp_path, ["variables"], every=1)
+
+    class Failing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise ArithmeticError
+
+    class Changing(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            callback.summaries = ["global_gradient_norm"]
+
+    model, _ = fit([callback], ks.CrossShard(keras.optimizers.SGD(0.1)), num_steps=1)
+    fit([Changing(), callback], num_steps=1, model=model)
+    with pytest.raises(ArithmeticError):
+        fit([callback, Failing()], num_steps=1, model=model)
+    fit([callback], num_steps=1, model=model)
+    other = ks.callbacks.TrainingSummaries(tmp_path / "other", ["global_gradient_norm"], every=1)
+    fit([other], num_steps=1, model=model)
+    fit([callback], num_steps=1, model=model)
+    steps = [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]]
+    # Another thread of `tensorboardX` writes the third, unless the failed training does not close the file in time.
+    assert [step for step in steps if step != 3] == [2, 4, 6]
+    assert [step for step, _ in events.read(tmp_path / "other")[f"{P}global_gradient_norm"]] == [5]
+    assert len(model.optimizer.variables) == 2  # the count and the rate
+
+
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_micro_steps_are_not_updates(tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm", "learning_rate"], every=2)
