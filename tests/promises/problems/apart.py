@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pathlib
 import re
 import tempfile
@@ -489,9 +490,16 @@ def _sgd(**more):
     return keras.optimizers.SGD(0.02, momentum=MOMENTUM, **more)
 
 
+def _several():
+    """Two base optimizers, each with averages of its own weights."""
+    kernels, others = _sgd(use_ema=True, ema_momentum=0.5), _sgd(use_ema=True, ema_momentum=0.2)
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(others, {".*/kernel": kernels}))
+
+
 # What is inside `CrossShard`, its other arguments, and how near a twin comes that knows nothing of compression.
 COMBINED = {
     "averages": (lambda: _sgd(use_ema=True, ema_momentum=0.5), {}, 1e-5),
+    "averages of several": (_several, {}, 1e-5),
     "int8": (_sgd, {"compression": "int8"}, 2e-2),
     "clipping": (lambda: _sgd(global_clipnorm=0.3), {}, 1e-5),
     "frozen": (_sgd, {}, 1e-5),
@@ -504,6 +512,8 @@ COMBINED = {
     "int4": (_sgd, {"compression": "int4"}, 0.3),
     "powersgd": (_sgd, {"compression": ks.compression.PowerSGD(rank=2, warmup_steps=0)}, 0.3),
 }
+if not hasattr(keras.optimizers, "MultiOptimizer"):  # before Keras 3.15
+    del COMBINED["averages of several"]
 
 
 def layered(name):
@@ -576,8 +586,8 @@ def twins(num_replicas, name):
                         variable.assign(keras.ops.cast(master, variable.dtype))
         if count == since:
             joined.append(batch)
-    if name == "averages":  # which `fit` writes to the weights in the end
-        return [_mean(each) for each in zip(*(m.optimizer._model_variables_moving_average for m in models))], joined
+    if name.startswith("averages"):  # which `fit` writes to the weights in the end
+        return [_mean(each) for each in zip(*map(_averages, models))], joined
     return [_mean(each) for each in zip(*(model.weights for model in models))], joined
 
 
@@ -586,9 +596,16 @@ def _masters(model):
 
 
 def _joined(model):
-    averages = getattr(model.optimizer, "_model_variables_moving_average", [])
     weights = _masters(model) if isinstance(model.optimizer, ks.MixedPrecision) else model.trainable_variables
-    return [*weights, *(averages if getattr(model.optimizer, "use_ema", False) else [])]
+    return [*weights, *_averages(model)]
+
+
+def _averages(model):
+    """The averages that the base optimizers keep, in the order of the model's weights."""
+    leaves = [leaf for leaf in getattr(model.optimizer, "optimizers", [model.optimizer]) if leaf.use_ema]
+    kept = [zip(map(id, leaf._trainable_variables), leaf._model_variables_moving_average) for leaf in leaves]
+    by_weight = dict(itertools.chain(*kept))
+    return [by_weight[id(v)] for v in model.trainable_variables if id(v) in by_weight]
 
 
 def _mean(variables):
