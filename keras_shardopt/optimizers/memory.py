@@ -57,6 +57,11 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
     model, shards, reducer = model_compiled_with(optimizer), optimizer._shards, optimizer.pipeline.reducer
     trainable = [v for v in optimizer._trainable_variables if not overwrites_variable(v)]
     weights = optimizer._trainable_variables if model is None else model.weights
+    slices_of_weights = []
+    if shards is not None and any(stage.divides_weights for stage in optimizer.extension_stages):
+        slices_of_weights = shards.stand_ins
+    divided = {id(variable) for variable in shards.variables} if slices_of_weights else ()
+    own_weights = [v for v in weights if id(v) not in divided] + slices_of_weights
     sums = [] if optimizer.accumulation is None else optimizer.accumulation.sums
     known = {id(variable) for variable in sums}
     kept = [v for v in optimizer._variables if id(v) not in known] + ([] if shards is None else shards.copies)
@@ -67,7 +72,7 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
         gradients, buffers = grads + placement.bytes_held(sums), buffers + sending
     held = report.held[0 if shards is None else shards.replica_id]
     return {
-        "weights": Bytes(bytes_on_a_replica(weights), placement.bytes_held(weights)),
+        "weights": Bytes(bytes_on_a_replica(own_weights), placement.bytes_held([*weights, *slices_of_weights])),
         "gradients": Bytes((slices or bytes_on_a_replica(trainable)) + bytes_on_a_replica(sums), gradients),
         "state": Bytes(held, placement.bytes_held(optimizer._state)),
         "buffers": Bytes(None if sent is None else sent + bytes_on_a_replica(kept), buffers),

@@ -82,6 +82,9 @@ class Extension(Settings):
     needs_local_gradients: ClassVar[bool] = False
     """Whether the extension needs each replica's unreduced gradients."""
 
+    precedes_reduction: ClassVar[bool] = True
+    """Whether a stage of the extension needs each replica's gradients after the backward pass, before the reduction."""
+
     spelling = "extensions=[{}]"
 
     def check(self, options: Any) -> None:
@@ -122,6 +125,9 @@ class ExtensionStage(Stage):
 
     weights_differ: bool = False
     """Whether replicas have different weights now, as between two averages of local SGD."""
+
+    divides_weights: bool = False
+    """Whether a replica keeps only its slices of the weights between steps. Requires `shard_state`."""
 
     restores_skipped_updates: bool = False
     """Whether this stage restores moving statistics after skipped updates. If False, the optimizer restores them."""

@@ -133,7 +133,8 @@ class CrossShardOptions:
     def is_plain(self) -> bool:
         """Whether no option or stage processes a replica's gradients between backward pass and reduction."""
         has_stage = any(stage._overrides("collect", "local") for stage in self.stages)
-        return not (self.group_assignment or self.extensions or self.uses_local_gradients or has_stage)
+        has_extension = any(extension.precedes_reduction for extension in self.extensions)
+        return not (self.group_assignment or has_extension or self.uses_local_gradients or has_stage)
 
     def needing_local_gradients(self) -> list[str]:
         """Return the arguments that need each replica's gradients, as `name=value`."""

@@ -44,6 +44,7 @@ class ShardedWeights(Extension):
     """
 
     place = Place.UPDATE
+    precedes_reduction = False
 
     def __init__(self, prefetch: int = 1) -> None:
         fix = "Omit `prefetch` to gather one bucket ahead."
@@ -75,6 +76,7 @@ class DividedWeights(ExtensionStage):
     """Holds the divided weights of an optimizer, and makes them whole before they are read or saved."""
 
     takes_slices = True
+    divides_weights = True
 
     def __init__(self, settings: ShardedWeights, context: StageContext) -> None:
         self.settings = settings

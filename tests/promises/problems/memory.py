@@ -14,6 +14,8 @@ CASES = {
     "shard_state": {"shard_state": True},
     "accumulation": {"shard_state": True, "gradient_accumulation_steps": 2},
 }
+if keras.config.backend() == "torch":
+    CASES["divided weights"] = {"shard_state": True, "extensions": [ks.ShardedWeights()]}
 SIZES = (60, 96, 8)
 """Features, hidden units, outputs: divisible by four, so JAX divides the arrays of state."""
 
