@@ -118,7 +118,7 @@ def options() -> str:
 
 def scaling(ranks: int) -> list[list[str]]:
     """All rows; the first two cells are the numbers of parameters and variables."""
-    (run,) = [run for run in timing.stored() if run["title"] == f"How a step grows on {ranks} ranks of PyTorch"]
+    run = [run for run in timing.stored() if run["title"] == f"How a step grows on {ranks} ranks of PyTorch"][-1]
     return next(part["rows"] for part in run["parts"] if isinstance(part, dict))
 
 
