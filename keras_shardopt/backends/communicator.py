@@ -34,10 +34,10 @@ class GradientState(enum.Enum):
 
 
 class Evidence(NamedTuple):
-    """How reliable a result of `gradient_state` is, and warnings about possible mistakes in the user's step."""
+    """How reliable a detected `GradientState` is, and warnings about possible mistakes in the user's training step."""
 
     is_of_this_step: bool = True
-    """Whether the result follows from losses of this training step, not from losses of an earlier step."""
+    """Whether the state was detected from losses of this training step, not from losses of an earlier step."""
 
     doubts: Sequence[str] = ()
     """The text of each warning, with a remedy."""

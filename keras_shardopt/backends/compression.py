@@ -68,7 +68,7 @@ def dtype_sent(dtype: str, compression: str | None) -> str:
 
 
 def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
-    """Return the divisor of each tensor before it is sent, and the factor of the sum afterwards (1 for none)."""
+    """Return the divisor of each tensor before it is sent (1 unless `divides`), and the factor of the received sum."""
     if op == "mean":
         return (num_replicas, 1) if divides else (1, 1 / num_replicas)
     return (num_replicas, num_replicas) if divides else (1, 1)

@@ -96,7 +96,7 @@ def started_by() -> Task | None:
     if local_size == size:
         hosts = ["127.0.0.1"] * size
     elif command not in ("srun", "flux run") and "MASTER_PORT" not in os.environ:
-        return Task(command, size, rank, local_size, local_rank, [], 0)  # no port: machines would choose different ones
+        return Task(command, size, rank, local_size, local_rank, [], 0)  # machines would choose different ports
     given = os.environ.get("MASTER_ADDR")
     hosts = [given, *hosts[1:]] if given else hosts
     port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)
@@ -230,7 +230,7 @@ def all_gpus_for_jax(gpus: Sequence[str]) -> dict[str, str]:
 def visible_gpus() -> list[str]:
     """Return the GPUs that CUDA gives to this process, in the format of CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:  # CUDA ignores the first invalid entry and all after it
+    if given is not None:  # drop the first invalid GPU and all after it, as CUDA does
         return list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
     return [str(number) for number in sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))]
 

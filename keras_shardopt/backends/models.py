@@ -93,7 +93,7 @@ def buffers_of(model: Any) -> list[Variable]:
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Return the buffers that must be equal on all ranks: those of a model after `prepare`, except during an epoch."""
+    """Return the PyTorch buffers that must be equal on all ranks: those of a prepared model, except during an epoch."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
@@ -227,7 +227,7 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
     content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
     made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # do not reuse a class with one model's methods
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # `_OWN` marks methods of only one model
         _made[(cls, *mixins)] = made
     return made
 

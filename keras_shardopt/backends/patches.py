@@ -32,19 +32,19 @@ from keras_shardopt.backends.models import Trainer
 
 Table = Mapping[str, Mapping[str, tuple[str, str]]]
 
-_TRAIN_APART = "ranks of PyTorch must not train separate models; needed until Keras trains one model on all ranks"
-_SYNCHRONIZED = "adds `synchronized=True`; needed until Keras has it on all backends, for uneven batches"
-_SAVES = ("fit.callbacks:saving_complete_files()", "saves complete files; needed until Keras calls the model's methods")
+_TRAIN_APART = "keeps PyTorch ranks from training separate models, until Keras trains one model on all ranks"
+_SYNCHRONIZED = "adds `synchronized=True`, until Keras has this option on all backends and for uneven batches"
+_SAVES = ("fit.callbacks:saving_complete_files()", "saves complete files, until Keras calls the model's save methods")
 
 PATCHES: Table = {
     "optimizers": {
         f"{Trainer.__module__}.{Trainer.__name__}.__init__": (
             "backends.models:noting_models()",
-            "finds the models of a variable; needed until Keras passes the models to `Optimizer.build`",
+            "finds the models of a variable, until Keras passes the models to `Optimizer.build`",
         ),
         f"{Trainer.__module__}.{Trainer.__name__}.compile": (
             "backends.models:noting_compiled()",
-            "finds also models made before `gc.freeze()`",
+            "also finds models made before `gc.freeze()`, until Keras passes the models to `Optimizer.build`",
         ),
         "keras.Model.fit": ("fit.compiled:watching_fit()", _TRAIN_APART),
         "keras.Model.train_on_batch": ("fit.compiled:watching_train_on_batch()", _TRAIN_APART),
@@ -57,19 +57,19 @@ PATCHES: Table = {
         "keras.models.save_model": _SAVES,
         "keras.callbacks.CallbackList.set_model": (
             "fit.callbacks:setting_model()",
-            "only one process writes files; needed until Keras' callbacks support several processes",
+            "makes only one process write files, until Keras' callbacks support several processes",
         ),
     },
     "losses": {
         "keras.src.losses.loss.reduce_weighted_values": (
             "update.losses:_reduce_weighted_values",
-            "losses divide by the rows of all replicas; needed until Keras' `Loss` has an argument for the divisor",
+            "divides losses by the rows of all replicas, until Keras' `Loss` has an argument for the divisor",
         ),
     },
     "skips": {
         "keras.Variable.assign": (
             "wrapping.rollback:_assign",
-            "a skipped update restores moving statistics; needed until layers return these statistics",
+            "restores moving statistics after a skipped update, until layers return these statistics",
         ),
     },
 }

@@ -57,7 +57,7 @@ def seeding_without_tensorflow() -> Iterator[None]:
 
 
 def different_calls_message(calls: dict[int, str], noun: str, more: str = "") -> str:
-    """Return the error message for processes or ranks that make different calls."""
+    """Return the error message for different `calls` of processes or ranks (`noun`). `more` ends the list of calls."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, and stop "
@@ -77,8 +77,8 @@ def check_same_calls(
 ) -> None:
     """Raise ValueError on all processes if they make different calls. `kinds` has a hash of each process's call.
 
-    `call` describes this process's call for the error message, such as "saves a model". `gather_letters` gathers
-    equal-length lists of character codes from all processes.
+    `call` and `noun` are words for the error message: this process's call, such as "saves a model", and "process" or
+    "rank". `gather_letters` gathers equal-length lists of character codes from all processes.
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -125,10 +125,10 @@ def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, secon
     """Wait until all processes have made this call. They communicate only through a key-value store.
 
     `store` has the methods `set`, `check` and `delete_key` of a `torch.distributed.Store`. `process` is (number of
-    processes, this process's index), and `noun` is "process" or "rank".
+    processes, this process's index). `noun` ("process" or "rank"), `purpose` and `advice` are for the error message.
 
     Raises:
-        MissingCallError: if some processes do not arrive in time. This process may call again.
+        MissingCallError: if some processes do not arrive within `seconds`. This process may call again.
     """
     (size, mine), number, limit = process, num_barriers.get(purpose, 0), time.monotonic() + seconds
     keys = [f"keras_shardopt/barrier/{purpose}/{number}/{other}" for other in range(size)]

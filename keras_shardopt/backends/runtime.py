@@ -147,6 +147,6 @@ class Runtime:
 
 
 def stopped(rule: str, replica: int, name: str | None) -> str:
-    """Return the error message for a non-finite gradient."""
+    """Return the error message for a non-finite gradient: `rule`, then the replica and the name of the variable."""
     who = f"replica {replica}" if replica >= 0 else "an unidentified replica"
     return f"{rule} Received: NaN or infinity on {who}, first in the gradient of {name or 'an unidentified variable'}."

@@ -17,7 +17,7 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
     return found
 
 
-# Compile this function, or each eager step would compile both branches again.
+# Compile this function, or each eager step would compile both branches of `platform_dependent` again.
 @functools.partial(jax.jit, inline=True)
 def _are_finite(values: list[Tensor]) -> Tensor:
     return jax.lax.platform_dependent(values, cpu=_by_squares, default=_by_elements)

@@ -4,11 +4,11 @@ PATCHES = {
     "batches": {
         "keras.src.backend.jax.trainer._distribute_data": (
             "fit.jax.batches:_distribute_data",
-            "allows batches of any size; needed until Keras pads batches that the devices cannot divide evenly",
+            "allows batches of any size, until Keras pads batches that the devices cannot divide evenly",
         ),
         "keras.src.backend.jax.trainer.JAXEpochIterator": (
             "fit.jax.batches:EpochIterator",
-            "processes end epochs together; needed until Keras divides data among processes",
+            "makes processes end epochs together, until Keras divides data among processes",
         ),
     },
 }

@@ -372,7 +372,7 @@ def local_shards(value: Any) -> Sequence[Any]:
     try:
         shards: Sequence[Any] = value.addressable_shards
     except ValueError:
-        # Until the first step, JAX holds a replicated array that Keras placed on several processes in another array.
+        # Before the first step, a replicated array that Keras has placed on several processes can lack its shards.
         shards = _on_the_devices_of(value, np.asarray(value)).addressable_shards
     return shards
 

@@ -159,7 +159,7 @@ def _is_named_process() -> bool:
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
-    """Restrict this copy of the program to its share of the GPUs. Return the environment variables that Keras reads."""
+    """Return the environment variables that connect this process to its job. Set CUDA_VISIBLE_DEVICES to its GPUs."""
     jobs.own_gpus(task)
     return {
         **jobs.all_gpus_for_jax(jobs.visible_gpus()),

@@ -133,7 +133,7 @@ class JaxRuntime(Runtime):
 runtime = JaxRuntime()
 
 
-OWN_GRADIENTS = "A stage's `local` or `replica_transform`"
+OWN_GRADIENTS = "`Stage.local` or `replica_transform` of a `CrossShard`"
 """The name, in error messages, of the code that runs on each replica's own gradients."""
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

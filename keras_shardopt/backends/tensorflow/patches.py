@@ -1,10 +1,10 @@
 """The functions of TensorFlow, and of Keras on TensorFlow, that this package replaces. See `backends/patches.py`."""
 
 _LOSSES = "backends.tensorflow.losses"
-_WHY = "detects whether a step divides its loss by the number of replicas; needed until Keras tells the optimizer"
+_WHY = "detects whether a step divides its loss by the number of replicas, until Keras passes this to the optimizer"
 _DRAWS = (
     "backends.tensorflow.random_numbers:_draw_seed",
-    "replicas draw different dropout masks; needed until Keras adds the replica to its seeds",
+    "makes replicas draw different dropout masks, until Keras adds the replica to its seeds",
 )
 
 PATCHES = {
@@ -19,11 +19,11 @@ PATCHES = {
     "prepare": {
         "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
             "fit.tensorflow.trainer:_EpochIterator",
-            "workers end epochs together; needed until Keras divides data among workers",
+            "makes workers end epochs together, until Keras divides data among workers",
         ),
         "keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker": (
             "fit.tensorflow.workers:_splits_logs",
-            "logs are already equal on all workers; needed until Keras leaves equal logs unchanged",
+            "keeps Keras from splitting logs that are equal on all workers, until Keras leaves such logs unchanged",
         ),
     },
     "randomness": {

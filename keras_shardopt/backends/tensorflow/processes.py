@@ -237,7 +237,7 @@ has no such variable."""
 
 
 def _variables_of(task: jobs.Task) -> dict[str, str]:
-    """Restrict this copy of the program to its share of the GPUs. Return its environment variable `TF_CONFIG`."""
+    """Return `TF_CONFIG`, which connects this process to its job. Set CUDA_VISIBLE_DEVICES to this process's GPUs."""
     if len(task.hosts) < task.size:
         raise RuntimeError(
             f"On TensorFlow each process needs the addresses of all other processes, but `{task.command}` does not set "

@@ -19,7 +19,7 @@ from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 @dataclasses.dataclass
 class FlatBucket:
-    """A bucket of gradients that one all-reduce sums. Other kinds of buckets have the same methods."""
+    """A bucket (group of gradients) that one all-reduce sums. Other kinds of buckets have the same methods."""
 
     places: list[int]
     """The positions of the bucket's variables, in the order of their gradients in memory."""
@@ -30,7 +30,7 @@ class FlatBucket:
 
     wide: Tensor
     results: dict[int, Tensor]
-    """The reduced gradients, by position. They are parts of `wide`: `flat`, or a copy in the variables' dtype."""
+    """The reduced gradients, by position, as parts of `wide` (memory of `flat`, or a copy in the variables' dtype)."""
 
     divisor: int
     factor: float
@@ -93,7 +93,7 @@ class FlatBucket:
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
-        """Fill `results` from `flat`, which now holds the reduced gradients."""
+        """Fill `results` from `flat`, which now holds the reduced gradients. Only other kinds of buckets use `adds`."""
         del adds
         if self.results is not self.views:
             self.wide.copy_(self.flat[: self.wide.numel()])

@@ -46,7 +46,7 @@ def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
 
 
 class Together:
-    """Moves weights into one contiguous block of `size` elements, so an all-gather of slices writes them in place."""
+    """Moves weights into one contiguous block of `size` elements, so an all-gather writes all slices in place."""
 
     def __init__(self, variables: Sequence[Variable], size: int) -> None:
         self._variables = list(variables)
@@ -114,7 +114,7 @@ class Gathering:
     def begin(self, flat: Tensor, group: Any = None) -> None:
         """Begin an in-place all-gather of `flat`, in which each rank has filled its own slice.
 
-        `group` is another process group of the same ranks. None: that of the replicas.
+        `group` is another process group of the same ranks, or None for the group of the replicas.
         """
         rows = flat.view(self._replicas.num_replicas, -1)
         own, group = rows[self._replicas.replica_id], group or self._replicas._process_group

@@ -10,7 +10,7 @@ A rank sends during the backward pass only in the step of Keras' trainer, becaus
 With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is freed once it is sent, and
 `.grad` is then NaN.
 
-With accumulated gradients, a rank sends only in the last micro-batch of an update, the mean over all micro-batches.
+With gradient accumulation, a rank sends only in the last micro-batch of an update: the mean over all micro-batches.
 
 Private names of Keras touched here (a test checks that each exists):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of
@@ -79,7 +79,7 @@ class Buckets:
         """The object that encoded the gradients of the last reduction, until `release`. None if sent unencoded."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
-        """Whether, and where, the last result of `reduce` is not finite. None without `checks_finite`."""
+        """(1 if the last result of `reduce` is not finite, rank, gradient's position). None without `checks_finite`."""
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
@@ -101,7 +101,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates with this object's gradients. If ranks differ in it, a rank has skipped an update.
+        # The number of updates with this object's gradients. If it differs between ranks, a rank has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -203,7 +203,7 @@ class Buckets:
         # Do not send a second gradient of a weight, or one from a nested backward pass (reentrant checkpoints), because
         # `.grad` is complete only at the end.
         if i in self._taken or torch._C._current_graph_task_id() != self._task:
-            self._was_late |= self._can_resend  # if gradients are freed, `_late_gradients` finds the late ones
+            self._was_late |= self._can_resend  # if gradients were freed, `_late_gradients` records this
             return
         assert parameter.grad is not None
         self._taken[i] = (parameter.grad if self._can_resend else None), parameter.grad._version
@@ -329,8 +329,8 @@ class Buckets:
     # -- during and after the backward pass ------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        # A rank without rows sends zeros, which `put` writes for None. With compression, pass zeros instead, because
-        # the codec adds the residual of its earlier compression.
+        # A rank without rows sends zeros, which `put` writes for None. With compression, pass zeros instead of None,
+        # because the encoder adds the error of its last compression.
         if not self._counts:
             grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
         self._bucket_of[i].put(i, grad, weight)
@@ -345,7 +345,7 @@ class Buckets:
         present: list[bool] | None = None,
         adds: bool = False,
     ) -> list[Tensor | None]:
-        """Send all gradients. Repeat this if one changed on any rank. Return the sums, plus earlier ones if `adds`."""
+        """Send all gradients, and again if one has changed on a rank. Return the sums, plus earlier sums if `adds`."""
         self._counts, self._adds = counts, adds
         has = [grad is not None for grad in own] if present is None else present
         while True:
@@ -406,9 +406,9 @@ class Buckets:
         # On a GPU, ranks with unchanged gradients do not read the flags, so they would not send these gradients again.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
-                "On a GPU, gradients must not change after they were sent, unless they change on all ranks. Received: "
-                f"a changed gradient, a second gradient of a weight, or a failed backward pass, on {round(num_late)} "
-                f"of {self._num_ranks} ranks. Use `torch=TorchSpeed(overlap=False)`."
+                "On a GPU, a gradient must not change after the backward pass has sent it. Received: a changed "
+                f"gradient, a second gradient of a weight, or a failed backward pass, on {round(num_late)} of "
+                f"{self._num_ranks} ranks. To send later, use `CrossShard(..., torch=TorchSpeed(overlap=False))`."
             )
         return bool(num_late > 0)
 
@@ -541,7 +541,7 @@ def can_bucket(variables: Sequence[Variable]) -> bool:
 
 @torch.compiler.disable
 def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
-    """Return `Buckets` of these arguments, or None if they do not support it. All processes must make this call."""
+    """Return `Buckets` of these arguments, or None if `Buckets` cannot use them. All processes must make this call."""
     if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
         return None
     return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

@@ -2,24 +2,24 @@
 
 _DRAWS = (
     "backends.torch.random_numbers:_draw_seed",
-    "ranks draw different dropout masks; needed until Keras adds the rank to its seeds",
+    "makes ranks draw different dropout masks, until Keras adds the rank to its seeds",
 )
 
 PATCHES = {
     "optimizers": {
         "torch.nn.parallel.DistributedDataParallel.__init__": (
             "backends.torch.ddp:noting_forward()",
-            "detects gradients that DDP has averaged; needed until a parameter refers to its DDP module",
+            "detects gradients that DDP has averaged, until a parameter refers to its DDP module",
         ),
     },
     "prepare": {
         "keras.src.backend.torch.trainer.TorchEpochIterator": (
             "fit.torch.batches:EpochIterator",
-            "ranks end epochs together; needed until Keras divides data among ranks",
+            "makes ranks end epochs together, until Keras divides data among ranks",
         ),
         "keras.src.backend.torch.trainer.Trainer.get_metrics_result": (  # from Keras 3.16 on
             "fit.torch.trainer:_metrics_result",
-            "prepared models sum metrics themselves; needed until a model can override this method of Keras",
+            "makes prepared models sum metrics over ranks, until a model can override this method of Keras",
         ),
     },
     "randomness": {

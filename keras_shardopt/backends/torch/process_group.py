@@ -49,10 +49,10 @@ GRACE_SECONDS = 2.0
 """The additional waiting time if a collective fails before its timeout, because other ranks may be busy."""
 
 POLL_SECONDS = 1.0
-"""How often a rank that waits in a step reads the notes that other ranks have written to the store."""
+"""The interval at which a waiting rank reads the notes that other ranks have written to the key-value store."""
 
 AWAY_SECONDS = 4.0
-"""How long a waiting rank ignores a note that another rank has left the step. That rank may just have completed it."""
+"""How long a waiting rank ignores a note that another rank has left a step: that rank may have completed the step."""
 
 
 class _Group:
@@ -286,7 +286,7 @@ EXCHANGE = "exchanges tensors"
 
 
 def can_promise_steps() -> bool:
-    """Return whether ranks can announce several steps at once. With NCCL, waiting ranks could not read error notes."""
+    """Return whether ranks can announce several steps at once. Not with NCCL: waiting ranks could not read errors."""
     return _open is not None and _open.is_gloo
 
 
@@ -306,8 +306,8 @@ def note_error(words: str) -> None:
 def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
     """Wait for a collective, and check from time to time whether another rank has left with an error.
 
-    `announcement` is the number of an announcement, and 0 for other collectives. `call` describes a collective that
-    ranks have not announced, as in a custom training loop.
+    `announcement` is the number of this rank's announcement if `work` sends one, otherwise 0. `call` describes a
+    collective that ranks have not announced, as in a custom training loop.
 
     Raises:
         RuntimeError: if the collective fails, or another rank has left `fit` with an error.

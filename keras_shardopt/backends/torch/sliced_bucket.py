@@ -26,14 +26,14 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """For each bucket, the positions of its variables and the slices of each rank. Also this rank's slice shapes."""
+    """For each bucket (group of gradients), its variables and each rank's slices. Also this rank's slice shapes."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]
 
 
 class SlicedBucket:
-    """A bucket of gradients for sharded optimizer state, with the methods of `FlatBucket`.
+    """A bucket (group of gradients) for sharded optimizer state, with the methods of `FlatBucket`.
 
     Args:
         pool: the memory that all buckets share.
@@ -236,7 +236,7 @@ def sliced_buckets(
     num_flags: int,
     checks_finite: bool,
 ) -> list[SlicedBucket]:
-    """Return a `SlicedBucket` for each bucket in `slices`. The last bucket also sends the flags."""
+    """Return a `SlicedBucket` per bucket in `slices`. The last also sends flags: whether a rank still trains, etc."""
     pool = MemoryPool()
     # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
