@@ -46,7 +46,7 @@ STAGES: list[tuple[Place, Any]] = [
     (Place.BEFORE_SENDING, ReplicaClip),
     (Place.UPDATE, FusedUpdate),
 ]
-"""The built-in stages of `CrossShard`, with their order. `UserStage` wraps the stages of the argument `stages`."""
+"""The built-in stages (steps of an update), in order. `UserStage` wraps the stages of the argument `stages`."""
 
 
 def _rows(options: CrossShardOptions) -> list[Any]:
@@ -98,7 +98,7 @@ def watch(
 
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
-    """Return the stages that `options` require, for a `CrossShard` under construction."""
+    """Return the stages (steps of an update) that `options` require, for a `CrossShard` under construction."""
     for stage in options.stages:
         stage.check(context.optimizer)
     return [stage for maker in _rows(options) for stage in maker.from_options(options, context)]

@@ -59,15 +59,14 @@ class Accumulation(Stage):
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # Three sets of indices of variables: received by `apply` in this window, with a gradient, and received in the
-        # last micro-batch. In traced steps, the first two sets only grow, because Python runs once per trace.
+        # Indices of variables: those that `apply` received in this window, those with a gradient, and those of the last
+        # micro-batch. In traced steps, the first two sets only grow, because Python runs once per trace.
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
         # Set by `decide`: whether the next micro-batch completes the accumulation window. None: the counter decides.
         self._ends: bool | None = None
-        # The last value that this object assigned to the counter, and the counter's version then.
-        # Each assignment changes the version.
+        # The last value assigned here to the counter, and the counter's version then. Each assignment changes it.
         self._count = 0
         self._version: int | None = None
 
@@ -291,7 +290,7 @@ class Accumulation(Stage):
 
         Returns:
             The mean gradient of each variable (None if it has no gradient), the variables' positions, and the mean
-            `row_share`.
+            `row_share`, this replica's share of the rows.
         """
         # Drop variables of layers that were frozen during the accumulation window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
@@ -313,7 +312,7 @@ class Accumulation(Stage):
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int | None) -> None:
-    """Raise ValueError if both `CrossShard` and one of the optimizers `leaves` inside it accumulate gradients."""
+    """Raise ValueError if both `CrossShard` (`num_steps`) and an optimizer in it (`leaves`) accumulate gradients."""
     for leaf in leaves:
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
         if num_steps and theirs:

@@ -103,7 +103,7 @@ class StageContext:
 
     @property
     def declared_state(self) -> GradientState | None:
-        """How gradients arrive, as set by the argument `gradients` or a trainer; None to detect it."""
+        """How gradients arrive (reduced or not), as set by the argument `gradients` or a trainer; None to detect it."""
         state: GradientState | None = self._optimizer.state_finder.declared_state
         return state
 
@@ -135,7 +135,7 @@ class StageContext:
 
     @property
     def window(self) -> Any:
-        """The stage that accumulates gradients over micro-batches, or None."""
+        """The `Accumulation` object, which sums gradients over micro-batches, or None."""
         return self._optimizer.accumulation
 
     @property
@@ -144,5 +144,5 @@ class StageContext:
         return bool(self._optimizer.pipeline.reducer.has_finished)
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to stages that need the gradients of every micro-batch."""
+        """Pass a micro-batch's gradients to stages that need them. `starts` is true for the first of an update."""
         self._optimizer.pipeline.micro_batch(step, starts)

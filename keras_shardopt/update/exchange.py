@@ -33,7 +33,7 @@ class Moved(NamedTuple):
 
 
 def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Moved:
-    """Reduce the gradients over replicas. Each replica receives the results.
+    """Reduce the gradients in `reduction` over the replicas `members`. Each replica receives the results.
 
     Raises:
         ValueError: on every replica, if not all train the same variables.
@@ -47,7 +47,7 @@ def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Mov
 
 
 def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
-    """Return `reduced`. For float8 scales, it gets the maximum over replicas of the next value, not a gradient."""
+    """Return `reduced`, with the next value of each float8 scale (the maximum over replicas) in place of a gradient."""
     nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
         reduced[i] = value
@@ -107,7 +107,7 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "Another group of replicas has failed. Read the error of that group.")
 
 
-# None except on PyTorch. There, one group of replicas can fail while another group waits in a collective.
+# PyTorch only, because only there can one group of replicas fail while another group waits in a collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 

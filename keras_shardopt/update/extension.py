@@ -1,4 +1,4 @@
-"""Extensions of an update: the objects that users pass to `CrossShard(extensions=...)`, and their stages."""
+"""The objects that users pass to `CrossShard(extensions=...)`, and their stages (steps of an update)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def made(value: Any, custom_objects: Any = None) -> Any:
 
 
 class ExtensionStage(Stage):
-    """Base class of the stages of extensions. Methods that a subclass does not override have no effect."""
+    """Base class of the stages (steps of an update) of extensions. Methods that are not overridden have no effect."""
 
     keeps_state: ClassVar[bool] = False
     """Whether files (`saved_variables`) and backups (`save_state`) contain state of the stage."""
@@ -145,7 +145,7 @@ class ExtensionStage(Stage):
         """Prepare weights for reading or saving. Called on all processes together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives that this optimizer runs in a period, and the number of updates in this period.
+        """Return the collectives of a period, such as from one weight average to the next, and its number of updates.
 
         Args:
             collectives: the collectives of each update without this stage.

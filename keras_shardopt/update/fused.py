@@ -39,7 +39,7 @@ class FusedUpdate(Stage):
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # Use kernels for an optimizer inside an inner wrapper, because they also multiply by the wrapper's factor.
+            # Use kernels for an optimizer inside a wrapper, because kernels also multiply by the wrapper's factor.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 

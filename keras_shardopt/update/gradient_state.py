@@ -1,4 +1,4 @@
-"""How gradients arrive at an optimizer (`GradientState`, detected or set), and checks that the options support it."""
+"""Whether gradients are reduced when they reach an optimizer (`GradientState`), and checks that options suit it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GradientStateFinder:
         self.accumulates = accumulates
         self._optimizer = optimizer
         self.declared_state: GradientState | None = GRADIENT_STATES[options.gradients]
-        """How gradients arrive, as set by the argument `gradients` or by `declare`; None to detect it."""
+        """How gradients arrive (reduced or not), as set by the argument `gradients` or `declare`; None to detect it."""
         self._last: GradientState | None = None
         self._warned: set[str] = set()
 
@@ -63,7 +63,7 @@ class GradientStateFinder:
         return self._options.gradients in ("auto", "local") and self.declared_state in (None, GradientState.LOCAL)
 
     def declare(self, state: GradientState | None) -> None:
-        """Set how later gradients arrive, unless the argument `gradients` has set it; None to detect it."""
+        """Set how later gradients arrive (reduced or not), unless the argument `gradients` does; None to detect it."""
         if self._options.gradients == "auto":
             self.declared_state = state
 

@@ -141,7 +141,7 @@ def _loss_of_whole_batch(
         return cast(cast(total, wide) * _factor(part) / size, dtype)
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
-    # Cast before multiplying: N times the sum may overflow float16.
+    # Cast before multiplying, because the product with the number of replicas may overflow float16.
     return cast(ops.divide_no_nan(cast(total, wide) * _factor(part), divisor), dtype)
 
 
@@ -194,9 +194,9 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     part = current_share()
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
-            value = _dividing.divided(value)  # Keras has multiplied the value by N, to undo its division of losses
+            value = _dividing.divided(value)  # undo Keras' multiplication by the number of replicas
         # If Keras passes no `sample_weight`, each batch has weight 1 in the metric, regardless of its row count. On
-        # TensorFlow, it passes none for losses of several outputs (since 3.16 only if a trace has no row count).
+        # TensorFlow, Keras passes none for losses of several outputs (since 3.16 only if a trace has no row count).
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 

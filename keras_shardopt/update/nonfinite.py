@@ -73,7 +73,7 @@ class SkipNonFinite(Stage):
         """Skip and count an update with nonfinite gradients. Record the replica and the variable."""
         found_inf = step.found_inf
         assert found_inf is not None
-        if isinstance(found_inf, tuple):  # this is `ALL_FINITE`
+        if isinstance(found_inf, tuple):  # `ALL_FINITE`: all gradients are finite
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
@@ -94,7 +94,7 @@ class SkipNonFinite(Stage):
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raise FloatingPointError if over `before` updates were skipped. First wait for updates of `after`."""
+        """Raise FloatingPointError if more than `before` updates were skipped. First wait for the variables `after`."""
         # Pass `after` to wait for the end of the update. TensorFlow might otherwise stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
@@ -127,7 +127,7 @@ def num_flags(num_variables: int, num_replicas: int) -> int:
 
 
 def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
-    """Return the binary digits of an index, in the elements reserved for this replica. All other elements are 0."""
+    """Return the binary digits of the index `position`, in elements reserved for this replica. Other elements are 0."""
     powers = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
     digits = ops.cast(ops.floor_divide(position, powers) % 2, dtype)
     mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
@@ -153,7 +153,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` from reduced `flags` and the index, from 1, of a nonfinite reduced gradient (or 0)."""
+    """Return (is nonfinite, replica, index) from reduced `flags`, or from `position`, an index from 1 (0 if finite)."""
     source = nonfinite_source(flags, num_variables, num_replicas)
     is_known = source[1] >= 0
     is_bad = ops.where(is_known, ops.ones_like(position), position)
@@ -161,7 +161,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return `Step.found_inf` for gradients that are already reduced over replicas."""
+    """Return (is nonfinite, unknown replica, index) for gradients that are already reduced over replicas."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
@@ -196,7 +196,7 @@ def move_and_check(
     With `group_assignment`, all groups run one more collective of a few elements, because they skip updates together.
 
     Args:
-        reduction: this replica's input. Its `found` may come from a check before clipping.
+        reduction: this replica's input. Its `found`, the index of a nonfinite gradient, may be from before clipping.
         move: executes the reduction.
         members: the replicas of this replica's group.
 
@@ -234,14 +234,14 @@ def move_and_check(
 
 
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """Return `Step.found_inf` from the index (from 1) of a nonfinite reduced gradient, and that of a local gradient."""
+    """Return (is nonfinite, replica, index) from the index (from 1) of a nonfinite reduced, or local, gradient."""
     first = position if found is None else ops.where(found > 0, found, position)
     replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])
 
 
 def first_in_slices(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
-    """Return the index, from 1, of the first gradient with a nonfinite slice on any replica; 0 if all are finite."""
+    """Return the index (from 1; 0 for none) of the first nonfinite slice on all replicas, from each `position`."""
     last, none = num_variables + 1, ops.zeros_like(position)
     mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
     (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

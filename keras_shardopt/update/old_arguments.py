@@ -34,7 +34,7 @@ def with_objects(
             raise TypeError(f"CrossShard.__init__() got an unexpected keyword argument {name!r}")
     found: dict[str, Any] = {"extensions": extensions, "torch": torch}
     if not isinstance(extensions, (list, tuple)):
-        return found  # `CrossShardOptions` raises the error
+        return found  # not a list, so `CrossShardOptions` will raise an error
     for kind in KINDS:
         given = {name: old[name] for name in kind.old_arguments if name in old}
         given = {name: value for name, value in given.items() if _differs(value, kind.old_arguments[name])}
@@ -47,8 +47,8 @@ def with_objects(
             raise type(error)(f"{names} must be valid for a `{kind.__name__}`. {error}") from None
         if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
             raise ValueError(
-                f"{names} cannot be combined with a `{kind.__name__}`. Received: {names}, the old form of "
-                f"{settings!r}, and a `{kind.__name__}`. Remove one of the two."
+                f"{names} cannot be combined with a `{kind.__name__}`, the object that replaces {names}. Received: "
+                f"both. Omit {names}, and use for example `{settings!r}`."
             )
         if warns:
             line = f"CrossShard(..., {kind.spelling.format(repr(settings))})"
@@ -73,7 +73,7 @@ def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
 
 
 def in_spelling_of(optimizer: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for a user's subclass of `CrossShard`, which may still have old arguments."""
+    """Return arguments as the class `optimizer` takes them. A subclass of `CrossShard` may still have old arguments."""
     names = inspect.signature(optimizer).parameters.keys()
     found = {**arguments, "extensions": list(arguments["extensions"])}
     for kind in KINDS:

@@ -156,7 +156,7 @@ class CrossShardOptions:
         for name in ("compression", "torch"):
             if not isinstance(config[name], (str, type(None))):
                 config[name] = keras.saving.serialize_keras_object(config[name])
-        omitted: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}  # unknown to earlier versions
+        omitted: dict[str, Any] = {"extensions": [], "stages": [], "torch": None}  # earlier versions reject these
         return {name: value for name, value in config.items() if name not in omitted or value != omitted[name]}
 
     @staticmethod
@@ -198,7 +198,7 @@ class HasOptions:
     _options: CrossShardOptions
     reduction: str = _option("reduction", '"mean" or "sum".')
     group_assignment: list[list[int]] | None = _option("group_assignment", "Lists of replica ids, or None.")
-    gradients: str = _option("gradients", "How gradients arrive, as set by the constructor.")
+    gradients: str = _option("gradients", "Whether gradients arrive reduced, as set by the constructor.")
     replica_clipnorm: float | None = _option("replica_clipnorm", "The largest norm of a replica's gradient, or None.")
     replica_transform: LocalTransform | None = _option("replica_transform", "Changes a replica's gradients, or None.")
     on_nonfinite: str = _option("on_nonfinite", '"ignore", "skip" or "raise".')
@@ -214,7 +214,7 @@ def _old_option(name: str) -> Any:
     def value(optimizer: HasOptions) -> Any:
         return old_attributes((optimizer._options.speed, *optimizer._options.extensions))[name]
 
-    return property(value, _option(name, "").fset, doc="An argument that an object has replaced.")
+    return property(value, _option(name, "").fset, doc="A former argument, now set by an object such as `TorchSpeed`.")
 
 
 def register_settings(kind: type[Settings]) -> None:

@@ -1,4 +1,4 @@
-"""Run one update: the stages before the reduction of gradients over replicas, the reduction, and later stages."""
+"""Run one update: its stages (such as clipping), and among them the reduction of gradients over replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reducer(Protocol):
     """Encodes and sends gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Called with each loss before its backward pass, so gradients can be sent during that pass."""
+        """Prepare to send gradients during the backward pass of `loss`. `row_share` is 0 if the replica has no rows."""
 
     @property
     def has_finished(self) -> bool:
@@ -57,7 +57,7 @@ class Reducer(Protocol):
 
 
 class Pipeline:
-    """Runs `collect` of all stages, `local` of all stages, the reduction, `commit` of all stages, and the update.
+    """Runs `collect`, then `local`, of all stages (`Stage`), the reduction, `commit` of all stages, and the update.
 
     Args:
         stages: from the outermost to the innermost.
@@ -106,7 +106,7 @@ class Pipeline:
         """Whether no stage reads or changes the gradients."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass the gradients of a micro-batch to stages that need the gradients of every micro-batch."""
+        """Pass a micro-batch's gradients to stages that need them. `starts` is true for the first of an update."""
         for stage in self.stages:
             if stage._uses_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))

@@ -22,7 +22,7 @@ class Plug:
 
 
 class Place(enum.IntEnum):
-    """When a stage of `CrossShard` processes a step. At the same place, built-in stages come before extensions."""
+    """The order in which stages (parts of `CrossShard`) process an update. At the same place, extensions come last."""
 
     OUTERMOST = 0
     WINDOW = 1  # gradient accumulation, local SGD

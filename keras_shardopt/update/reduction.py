@@ -121,13 +121,13 @@ class Reduction:
 
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
-    """Return the collective that reduces gradients over replicas. `rescaling` returns the factor for the result."""
+    """Return the collective, "sum" or "mean", that reduces these gradients. `rescaling` returns a further factor."""
     # A prescaled gradient is already divided by the number of replicas, so the plain sum is the mean.
     return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor that turns a sum of gradients, already divided by the replica count, into a mean or sum."""
+    """Return the factor that turns a sum of gradients, already divided by the replica count, into their `kind`."""
     # Gradients were divided by the number of all replicas, even if only a group is summed. So multiply by that number.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 

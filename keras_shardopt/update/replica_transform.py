@@ -42,7 +42,7 @@ class _ReplicaOption(Stage):
         return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        # Without rows, use any nonzero unit, because the reduction discards this replica's gradients.
+        # Without rows, use 1 to avoid a division by 0, because the reduction discards this replica's gradients anyway.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None
@@ -74,15 +74,15 @@ def transformed_gradients(
 ) -> list[Tensor | None]:
     r"""Return this replica's gradients, changed by `transform` and then clipped by their global norm.
 
-    Transform and clipping work in units of the replica's mean loss. Let $s$ be the loss scale, and $u = s / N$ for
-    prescaled gradients, otherwise $u = s$. A gradient arrives as $u g_r$. `transform` receives $g_r$ (half precision
-    as float32). Clipping returns $g_r \min(1, c / \lVert g_r \rVert)$. Units and dtypes of gradients stay the same.
+    Let $g_r$ be the gradient of the replica's mean loss. It arrives as $u g_r$: $u$ is the loss scale $s$, or $s / N$
+    for prescaled gradients. `transform` receives $g_r$ (half precision as float32). Clipping changes $g_r$ to
+    $g_r \min(1, c / \lVert g_r \rVert)$. The result is multiplied by $u$ again, in the dtype of the argument.
 
     Args:
         grads: this replica's local or prescaled gradients, one tensor or None per variable.
         variables: the variables of `grads`. Next values (`overwrite_with_gradient`) stay unchanged.
         num_replicas: int. The divisor $N$ of prescaled gradients.
-        gradient_state: how the gradients arrive.
+        gradient_state: how the gradients arrive: local, or prescaled (divided by $N$).
         loss_scale: number or scalar tensor, 1.0 by default. The factor $s$ of the loss.
         clipnorm: float or None. The largest global norm $c$.
         transform: `(grads, variables) -> grads`, or None.

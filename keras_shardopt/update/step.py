@@ -32,7 +32,7 @@ class Step:
     """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """How the gradients arrive, such as local or global; None until `Pipeline` determines it."""
+    """Whether the gradients are already summed or averaged over replicas; None until `Pipeline` determines this."""
 
     is_reduced: bool = False
     """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
@@ -186,7 +186,7 @@ def proceed_if(
     Args:
         condition: the scalar, equal on all replicas unless `updates_differ`.
         proceed: the rest of the update.
-        step: the step to proceed with. Its gradients and notes are passed to the branch.
+        step: the step to proceed with. Its gradients and notes are passed to the conditional branch.
         variables: all variables that the rest of the update reads or assigns.
         updates_differ: whether the scalar may differ among replicas. Then `proceed` must not communicate.
     """

@@ -124,7 +124,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the new values in `Step.own` to the variables of `carried`. Runs outside `shard_map`."""
+        """Store the values for the next reduction (`Step.own`) in the variables `carried`. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The wrapper of user-written stages. It converts gradients to consistent units, and checks the returned steps."""
+"""Wraps user-written stages (`Stage`): removes the loss scale from gradients, and checks the `Step` a stage returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 
 
 class UserStage(Stage):
-    """Runs a user's stage, and raises an error for invalid steps.
+    """Runs a user's stage, and raises an error if the `Step` that the stage returns is invalid.
 
     `local` receives gradients of the replica's mean loss, `commit` gradients of the mean loss over all rows, without
     the factor of loss scaling. The checks read only shapes and dtypes, so they never wait for a device.
