@@ -3,8 +3,8 @@
 Keras makes one pass over the memory of all variables for each operation. An element-wise formula can instead finish
 one piece of the arrays before the next, so the piece stays in the CPU's cache.
 
-`_SLOTS` lists Keras' element-wise classes. A subclass may compute anything, and a trial as in
-`sharding/separability.py` does not prove bitwise equality, so subclasses are excluded.
+`_SLOTS` lists Keras' element-wise classes. Subclasses are excluded, because they may compute anything,
+and no comparison of results (as in `sharding/separability.py`) proves bitwise equality.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.optimizers` - the classes that `keras.optimizers.Adam()` and others make.
@@ -90,7 +90,7 @@ def update_in_pieces(
     factors: Factors,
     divides: bool,
 ) -> None:
-    """Update variables like Keras' step of an element-wise optimizer, but in pieces that fit into the CPU's cache."""
+    """Update like Keras, but in pieces that fit into the CPU's cache, and with gradients scaled by `factors`."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
@@ -254,7 +254,7 @@ def columns_of(
     factors: Factors,
     divides: bool,
 ) -> Columns:
-    """Collect the tensors of an update. `names` are the attributes in which the optimizer has state."""
+    """Return the tensors of an update as a table. `names` are the optimizer's attributes that have state."""
     positions = [optimizer._get_variable_index(variable) for variable in variables]
     slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
