@@ -17,7 +17,7 @@ Number = int | float
 
 
 def number(name: str, value: Any, at_least: float | None = None, above: float | None = None, fix: str = "") -> float:
-    """Returns a finite float that is >= `at_least` or > `above`."""
+    """Returns a finite float that is >= `at_least` and > `above`. `fix` is advice for the error message."""
     _check_type(name, value, fix)
     rule = f"`{name}` must be a finite number"
     if at_least is not None:
@@ -32,7 +32,7 @@ def number(name: str, value: Any, at_least: float | None = None, above: float | 
 
 
 def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
-    """Returns an int >= `at_least`. Accepts whole floats such as 5e3."""
+    """Returns an int >= `at_least`. Accepts whole floats such as 5e3. `fix` is advice for the error message."""
     _check_type(name, value, fix)
     if not (is_finite(value) and value == int(value) and value >= at_least):
         raise ValueError(_message(f"`{name}` must be a whole number, at least {at_least}", name, value, fix))
@@ -46,7 +46,7 @@ def duration(name: str, value: Any) -> Number:
 
 
 def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int]:
-    """Returns a list of ints >= 0 that do not decrease, with at least `at_least` items."""
+    """Returns a list of ints >= 0 that do not decrease, with at least `at_least` items. `fix` is advice for errors."""
     whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
     if whole != sorted(whole):
         raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort the list."))
@@ -74,7 +74,7 @@ def real(
     finite: bool = True,
     fix: str = "",
 ) -> float:
-    """Returns a float that is >= `at_least`, > `above` and < `below`. With `finite=False`, it can be infinite."""
+    """Returns a float >= `at_least`, > `above` and < `below`, and `finite` if set. `fix` is advice for errors."""
     if isinstance(value, bool) or not isinstance(value, Real):
         kind = f" (of type {type(value).__name__})"
         raise TypeError(_message(f"`{name}` must be a float", name, value, fix, kind))
@@ -106,7 +106,7 @@ def local_path(name: str, value: Any, kind: str = "file or directory") -> str:
 
 
 def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:
-    """Returns an int >= `at_least` and below 2**63. Rejects whole floats and bools."""
+    """Returns an int >= `at_least` and below 2**63. Rejects whole floats and bools. `fix` is advice for errors."""
     try:
         if isinstance(value, bool):
             raise TypeError
