@@ -96,7 +96,7 @@ def started_by() -> Task | None:
     if local_size == size:
         hosts = ["127.0.0.1"] * size
     elif command not in ("srun", "flux run") and "MASTER_PORT" not in os.environ:
-        return Task(command, size, rank, local_size, local_rank, [], 0)  # machines would choose different ports
+        return Task(command, size, rank, local_size, local_rank, [], 0)  # port 0: machines cannot agree on a port
     given = os.environ.get("MASTER_ADDR")
     hosts = [given, *hosts[1:]] if given else hosts
     port = _number("MASTER_PORT", 20_000 + zlib.crc32(job.encode()) % 11_000)

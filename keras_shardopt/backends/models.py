@@ -227,7 +227,7 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
     content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
     made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # `_OWN` marks methods of only one model
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # `_OWN` marks one model's methods: do not reuse them
         _made[(cls, *mixins)] = made
     return made
 

@@ -67,7 +67,7 @@ class TensorFlowProcesses(Processes):
                     f"processes. Received: timeout={timeout.total_seconds():g} s. Set the time limit before the "
                     "strategy is created: "
                     "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
-                    "heartbeat_timeout_in_ms=...)`, or "
+                    "heartbeat_timeout_in_ms=...)`, or pass "
                     "`tf.distribute.experimental.CommunicationOptions(timeout_seconds=...)` to the strategy."
                 )
             if num_replicas not in (None, strategy.num_replicas_in_sync):

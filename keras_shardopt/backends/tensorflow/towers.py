@@ -18,7 +18,7 @@ def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
-    """Split a tensor along its first dimension. Return None if the size is known, because the caller then splits."""
+    """Split a tensor into parts along its first dimension. Return None if its size is known: the caller splits then."""
     if isinstance(tensor, tf.SparseTensor):
         return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
     if tensor.shape[0] is not None:

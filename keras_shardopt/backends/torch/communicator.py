@@ -328,7 +328,7 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
 
 
 def buckets_by_dtype(tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
-    """Group the positions of tensors with equal dtype and device, at most `bucket_bytes` bytes per group."""
+    """Group the positions of tensors, given in `order`, by dtype and device, at most `bucket_bytes` bytes per group."""
     alike: dict[Any, list[int]] = {}
     for i in order:
         alike.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)

@@ -78,7 +78,7 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
             f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, with gradients reduced by Keras. Train "
             "with the inner optimizer, without `CrossShard`, or use `data_parallel()` instead."
         )
-    # Do not import these modules, because that is slow. Without an import by the program, no weight is sharded.
+    # Do not import these modules, because that is slow. If the program has not imported them, no weight is sharded.
     kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
     module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
     divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]

@@ -193,7 +193,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     """Wait until all ranks have made this call. The limit is the timeout of the group, or `seconds` if it has none.
 
     Raises:
-        RuntimeError: if a rank does not arrive in time, or the rank that hosts the store has ended.
+        RuntimeError: with `purpose` and `advice`, if a rank is late, or the rank that hosts the store has ended.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
@@ -212,7 +212,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
 
 
 def _leave_message(words: str | None) -> None:
-    """Write a message to the store. Other ranks add this message to their errors. None deletes the message."""
+    """Write the message `words` to the store. Other ranks add it to their errors. None deletes the message."""
     if _open is not None and (words is not None or _open.has_left_message):
         with contextlib.suppress(RuntimeError):
             _open.store.delete_key(_MESSAGE) if words is None else _open.store.set(_MESSAGE, words)
@@ -223,7 +223,7 @@ _MESSAGE = "keras_shardopt/word"
 
 
 def report_failure(number: str, words: str) -> None:
-    """Write an error message with an id to the job's key-value store, for ranks of other groups."""
+    """Write an error message (`words`) with an id (`number`) to the key-value store, for ranks of other groups."""
     with contextlib.suppress(RuntimeError):
         store = job_store()
         store.set(_FAILURE, f"{number} {words}")
@@ -297,7 +297,7 @@ def add_promised_steps(num_steps: int) -> None:
 
 
 def note_error(words: str) -> None:
-    """Write a note for waiting ranks: this rank has left a call of all ranks, such as `fit`, with an error."""
+    """Write a note for waiting ranks: this rank has left a call of all ranks, such as `fit`, with the error `words`."""
     if _open is not None:
         _open.announced_at_error = _open.num_announced
         _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
@@ -406,7 +406,7 @@ def _announcement_device() -> str:
 
 
 def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
-    """Start to gather equal-length lists from all ranks. Return a function that waits for these lists."""
+    """Start to gather equal-length lists (`numbers`) from all ranks. Return a function that waits for these lists."""
     number = 0
     if _open is not None:
         number = _open.num_announced = _open.num_announced + 1
@@ -477,7 +477,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return each rank's call ({} unless all ranks answer in time), and the cause of the error."""
+    """Return each rank's call ({} unless all answer in time), and the cause. Append messages of ranks to `words`."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Close the connections, so collectives fail on ranks that wait for this rank. Those ranks answer only then.
         close_group(has_failed=True)
@@ -499,7 +499,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write this rank's sign of life. Append the signs in the store to `found`, until all are there or time is up."""
+    """Write `call` as this rank's sign of life. Append all ranks' signs to `found`, until complete or too late."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):

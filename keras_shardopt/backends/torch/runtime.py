@@ -22,7 +22,7 @@ class TorchRuntime(Runtime):
     _ranks: TorchProcessGroup | None = None
 
     def communicator(self, axis_name: str) -> Communicator:
-        if self._ranks is not None and self._ranks.are_current():  # reused, because each step asks several times
+        if self._ranks is not None and self._ranks.are_current():  # reused, because each step calls this several times
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
             size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # checked first for speed

@@ -220,7 +220,7 @@ class MemoryPool:
         self.held: dict[Any, Tensor] = {}
 
     def take(self, purpose: Any, size: int, like: Tensor) -> Tensor:
-        """Return memory of at least `size` elements. The next call for the same purpose gets the same memory."""
+        """Return memory of `size` elements, of the dtype of `like`. Calls for the same purpose get the same memory."""
         key = purpose, like.dtype, like.device
         if key not in self.held or self.held[key].numel() < size:
             self.held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
