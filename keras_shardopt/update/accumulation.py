@@ -274,8 +274,8 @@ class Accumulation(Stage):
         if missing:
             names = [getattr(self._variables[i], "path", str(i)) for i in missing]
             warn(
-                "All compiled micro-batches should train the same variables. A variable without gradients in a window "
-                "is updated with a gradient of 0, but momentum and weight decay still change the variable. Received: "
+                "All compiled micro-batches should train the same variables. If all micro-batches of an update omit a "
+                "variable, its gradient is 0, but momentum and weight decay still change the variable. Received: "
                 f"micro-batches without {names}, after others with them. Use an optimizer for each set of variables.",
             )
 

@@ -202,12 +202,12 @@ class HasOptions:
     replica_clipnorm: float | None = _option("replica_clipnorm", "The largest norm of a replica's gradient, or None.")
     replica_transform: LocalTransform | None = _option("replica_transform", "Changes a replica's gradients, or None.")
     on_nonfinite: str = _option("on_nonfinite", '"ignore", "skip" or "raise".')
-    shard_state: bool = _option("shard_state", "Whether the optimizer state is divided.")
+    shard_state: bool = _option("shard_state", "Whether replicas divide the optimizer state.")
     compression: Any = _option("compression", "The compression of gradients between replicas, or None.")
     torch: TorchSpeed | None = _option("torch", "The speed settings on PyTorch, or None for the defaults.")
-    extensions: Sequence[Extension] = _option("extensions", "Local SGD and other features.")
+    extensions: Sequence[Extension] = _option("extensions", "Objects of optional features, such as `LocalSGD`.")
     stages: Sequence[Stage] = _option("stages", "The user's stages, in their order.")
-    axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")
+    axis_name: str = _option("axis_name", "The name of the mapped axis of replicas on JAX.")
 
 
 def _old_option(name: str) -> Any:

@@ -47,8 +47,8 @@ class PartOfBatch(Communicator):
     def _raise_not_counted(self) -> NoReturn:
         raise NotCountedError(
             "If the batch size is not a multiple of the number of replicas, a custom loss or layer cannot communicate "
-            "with other replicas. Received: a loss or layer that communicates. Use a batch size that is a multiple, or "
-            "remove the communication (for example, use a loss of Keras)."
+            "with other replicas. Received: a loss or layer that communicates. Use a batch size that is such a "
+            "multiple, or remove the communication (for example, use a loss of Keras)."
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:

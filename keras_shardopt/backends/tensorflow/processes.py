@@ -261,8 +261,8 @@ def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | No
     if timeout not in (None, made_with):
         raise ValueError(
             "`timeout` must be set in the first `data_parallel()` of a program, which connects the workers. Received: "
-            f"timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Pass it to the first "
-            "scope."
+            f"timeout={timeout.total_seconds():g} s, after a scope with a different timeout. Pass this `timeout` "
+            "to the first `data_parallel()`."
         )
     if num_replicas not in (None, strategy.num_replicas_in_sync):
         raise ValueError(

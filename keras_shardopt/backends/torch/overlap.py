@@ -291,8 +291,8 @@ class Buckets:
         elif any(grad is not self._returned[i] for i, grad in zip(places, grads)):
             raise ValueError(
                 "This step reduced the gradients during its backward pass, so `apply` must receive the `.grad` tensors "
-                "of the weights. Received: other tensors as gradients. Use `torch=TorchSpeed(overlap=False)`, or "
-                "change gradients in a `keras_shardopt.Stage`."
+                "of the weights. Received: other tensors as gradients. Use `CrossShard(..., "
+                "torch=TorchSpeed(overlap=False))`, or change gradients in a `keras_shardopt.Stage`."
             )
         self._num_taken += 1
         if self.found_inf is not None and self.found_inf[2] >= 0:
@@ -394,8 +394,8 @@ class Buckets:
         if any(number > 0 for number in lost):
             raise ValueError(
                 "With `shard_state=True`, the memory of sent gradients is freed, so training cannot continue after a "
-                "failed backward pass. Received: a failed backward pass on at least one rank. Use "
-                "`torch=TorchSpeed(overlap=False)` to continue after errors."
+                "failed backward pass. Received: a failed backward pass on at least one rank. To continue after "
+                "errors, use `CrossShard(..., torch=TorchSpeed(overlap=False))`."
             )
         if num_odd > 0 and num_even > 0:
             raise ValueError(
