@@ -37,8 +37,8 @@ class Placement:
     ) -> None:
         """Prepare to build `optimizer`, which reduces the gradients of these trainable variables.
 
-        Replicas then draw different random numbers in training steps. The optimizers inside `optimizer` (`innermost`)
-        do not reduce gradients a second time.
+        After this call, replicas draw different random numbers in training steps, and the optimizers inside `optimizer`
+        (`innermost`) do not reduce gradients a second time.
 
         Raises:
             ValueError: if variables or optimizer were created for fewer replicas, or state cannot be sharded.

@@ -64,10 +64,10 @@ _LOSS = ("`loss`", "`loss_weights`")
 
 
 def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Compare this process's description with those of all others. All processes must call this together.
+    """Compare the descriptions of training of all processes. All processes must call this together.
 
     Args:
-        mine: the description that `described` returned.
+        mine: this process's description, which `described` returned.
         optimizer: the optimizer passed to `described`.
         variables: the variables passed to `described`.
 

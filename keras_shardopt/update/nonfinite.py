@@ -161,7 +161,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return (is nonfinite, unknown replica, index) for gradients that are already reduced over replicas."""
+    """Return (is nonfinite, `UNKNOWN` as replica, index) for gradients that are already reduced over replicas."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 

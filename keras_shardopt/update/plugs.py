@@ -41,7 +41,7 @@ def register(argument: str, plug: Plug) -> None:
 
 
 def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: str) -> None:
-    """Register a class that replaces `TrainStep` for some models. The class is imported only when needed.
+    """Register a class that replaces `TrainStep`, the usual training step, for some models. It is imported when needed.
 
     Args:
         applies: returns whether a model with these `CrossShard` optimizers needs the class.

@@ -127,7 +127,7 @@ def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
 
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
-    """Return the factor that turns a sum of gradients, already divided by the replica count, into their `kind`."""
+    """Return the factor that turns a sum of gradients divided by the replica count into a mean or sum (`kind`)."""
     # Gradients were divided by the number of all replicas, even if only a group is summed. So multiply by that number.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 

@@ -108,7 +108,7 @@ def seed_offset(replica_id: Tensor) -> Tensor:
 
 
 def spans_processes(num_replicas: int) -> bool:
-    """Return whether the replicas span several processes. They do if they are as many as all devices of the job."""
+    """Return whether the replicas span several processes: in a job of several, if they are as many as all devices."""
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 

@@ -175,7 +175,7 @@ class Columns:
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Yield lists of weights, gradients and states: for all variables at once, or with factors, for each group."""
+        """Yield lists of weights, gradients and states: of all variables or, with factors, of each group of pieces."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
