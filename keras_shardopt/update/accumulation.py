@@ -1,6 +1,6 @@
 """Gradient accumulation: each replica sums the gradients of several micro-batches until the update.
 
-This module keeps the sums between micro-batches. The reducer decides when replicas communicate.
+This module keeps the sums between micro-batches. A reducer, such as `AllReduce`, decides when replicas communicate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether gradients are reduced when they reach an optimizer (`GradientState`), and checks that options suit it."""
+"""Finds whether gradients are reduced when they reach an optimizer, and checks that its options allow this."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ including those of `compile(loss=...)`, divides by the total over all replicas.
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.losses.loss.reduce_weighted_values` - reduces the values of a loss to a scalar in `Loss.__call__`.
     `keras.src.losses.losses` - the module of Keras' losses and their functions.
-    `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
+    `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - helpers of the first function.
     `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
 """
 

@@ -1,7 +1,8 @@
 """Send the gradients of one update between replicas, unchanged or in half precision.
 
-A `Transport` lives as long as its optimizer, a `Transfer` for one reduction. The reducer decides which replicas receive
-the sums. An extension subclasses both classes, and `Transport.carried` keeps values for its next reduction.
+A `Transport` lives as long as its optimizer, a `Transfer` for one reduction. A reducer, such as `AllReduce`, decides
+which replicas receive the sums. An extension subclasses `Transport` and `Transfer`, and its `Transport.carried` keeps
+values for the next reduction.
 """
 
 from __future__ import annotations

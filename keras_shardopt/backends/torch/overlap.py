@@ -15,7 +15,7 @@ With gradient accumulation, a rank sends only in the last micro-batch of an upda
 Private names of Keras touched here (a test checks that each exists):
     `Model.train_step` of the torch trainer - scales the loss, frees gradients, computes new ones, and passes `.grad` of
         the trainable weights to the optimizer.
-Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, as in DDP;
+Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls a function after a backward pass;
 `torch._C._current_graph_task_id` - the running backward pass; `Tensor._post_accumulate_grad_hooks` - the hooks of a
 tensor by the `id` of their handles.
 """

@@ -3,8 +3,8 @@
 Keras makes one pass over the memory of all variables for each operation. An element-wise formula can instead finish
 one piece of the arrays before the next, so the piece stays in the CPU's cache.
 
-`_SLOTS` lists Keras' element-wise classes. Subclasses are excluded, because they may compute anything,
-and no comparison of results (as in `sharding/separability.py`) proves bitwise equality.
+`_SLOTS` lists Keras' element-wise classes. Subclasses are excluded, because they may compute anything, and no
+comparison of results (as in `sharding/separability.py`) proves bitwise equality.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.optimizers` - the classes that `keras.optimizers.Adam()` and others make.
