@@ -62,7 +62,7 @@ def different_calls_message(calls: dict[int, str], noun: str, more: str = "") ->
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, and stop "
         f"together. All must pass the same models to `keras_shardopt.prepare`. Received: {received}{more}. A callback "
-        "that stops training must use the logs of an epoch, because the logs of a prepared model are equal on all "
+        "must use the logs of an epoch to decide whether to stop, because `prepare` makes these logs equal on all "
         f"{plural(noun)}."
     )
 

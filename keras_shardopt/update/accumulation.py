@@ -66,7 +66,7 @@ class Accumulation(Stage):
         self._given_last: set[int] = set()
         # Set by `decide`: whether the next micro-batch completes the accumulation window. None: the counter decides.
         self._ends: bool | None = None
-        # The last value assigned here to the counter, and the counter's version then. Each assignment changes it.
+        # The value last assigned to the counter, and its version then (any assignment changes the version).
         self._count = 0
         self._version: int | None = None
 
