@@ -41,7 +41,7 @@ class Reducer(Protocol):
         """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with gradients reduced in buckets (groups), without `Stage.local`; None without buckets."""
+        """Return the step with gradients reduced in buckets (groups), skipping `Stage.local`; None without buckets."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the step with gradients reduced over replicas: whole, or this replica's slices."""

@@ -232,7 +232,7 @@ class Overlapped:
         return step
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return the bytes for this replica's gradient slices, and for sending (None if unknown, as with a codec)."""
+        """Predict the bytes of this replica's gradient slices, and the bytes for sending (None if encoded)."""
         if _bytes is None or (self._among is not None and self.buckets is None):
             return 0, 0
         num_ranks = self._context.communicator().num_replicas

@@ -226,7 +226,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """Copy weights and state from the group's first rank. Return a factor, as `Placement.broadcast_state` does."""
+        """Copy weights and state from the group's first rank. Return the factor for this rank's first gradients."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self.model_and_seed_state(weights)

@@ -76,7 +76,7 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
 
 
 def is_faster(optimizer: Optimizer, exactly: bool, variables: Sequence[Variable]) -> bool:
-    """Whether `fused` makes updates of these variables faster, bitwise identical to Keras' results if `exactly`."""
+    """Whether `fused` speeds up updates of these variables. `exactly` requires results bitwise identical to Keras'."""
     return is_elementwise(optimizer) and (not exactly or pieces_are_faster(variables))
 
 
@@ -319,7 +319,7 @@ def _lion(optimizer: keras.optimizers.Lion, learning_rate: Any, columns: Columns
     for w, g, m in columns.pieces():
         buffer = buffer if buffer.shape == m.shape else torch.empty_like(m)
         torch.mul(m, optimizer.beta_1, out=buffer).add_(g, alpha=1 - optimizer.beta_1)
-        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)  # now, while m and g are in the cache
+        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)  # update m now, while m and g are in the cache
         w.add_(buffer.sign_(), alpha=-rate)
 
 
