@@ -205,7 +205,7 @@ class HasOptions:
     shard_state: bool = _option("shard_state", "Whether replicas divide the optimizer state.")
     compression: Any = _option("compression", "The compression of gradients between replicas, or None.")
     torch: TorchSpeed | None = _option("torch", "The speed settings on PyTorch, or None for the defaults.")
-    extensions: Sequence[Extension] = _option("extensions", "Objects of optional features, such as `LocalSGD`.")
+    extensions: Sequence[Extension] = _option("extensions", "Objects for optional features, each with its arguments.")
     stages: Sequence[Stage] = _option("stages", "The user's stages, in their order.")
     axis_name: str = _option("axis_name", "The name of the mapped axis of replicas on JAX.")
 
