@@ -69,7 +69,7 @@ PATCHES: Table = {
     "skips": {
         "keras.Variable.assign": (
             "wrapping.rollback:_assign",
-            "restores moving statistics after a skipped update, until layers return these statistics",
+            "restores moving statistics after a skipped update, until Keras' layers return them and do not assign them",
         ),
     },
 }

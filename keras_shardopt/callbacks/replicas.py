@@ -229,7 +229,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
             labels_of[id(variable)] = [(*label, group_of[i]) for i, label in enumerate(before)]
     found: list[Groups] = []
     for variable in variables:
-        # A variable that no optimizer updates may differ between the groups of any optimizer.
+        # A variable that no optimizer updates must be equal only on replicas that share a group in every optimizer.
         labels = labels_of.get(id(variable), all_labels)
         found.append([[i for i in range(num_replicas) if labels[i] == label] for label in dict.fromkeys(labels)])
     return found

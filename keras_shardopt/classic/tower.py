@@ -386,7 +386,7 @@ def _outputs_and_state(returned: Any, state: Any) -> tuple[Any, list[Any]]:
             "A replicated step with two arguments must be `step(state, batch) -> (outputs, state)`, and the state must "
             "keep its shapes. Received: a state of shapes "
             f"{_shapes(state)}, and a step that returned {check.with_article(returned)} of shapes {_shapes(returned)}. "
-            "Pass inputs and targets as one batch, `step((x, y))`."
+            "If the arguments are inputs and targets, pass one batch, `step((x, y))`."
         )
     return returned[0], [returned[1]]
 

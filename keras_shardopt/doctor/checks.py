@@ -206,7 +206,7 @@ def _devices(ranks: Ranks) -> Iterator[Finding]:
     used = _groups(
         ranks, lambda r: (r["process"]["machine"], r["environment"].get("CUDA_VISIBLE_DEVICES"), *r["world"]["devices"])
     )
-    if _kind(ranks[0])[1] == "cuda":  # PyTorch only: on JAX, no two devices of a job have the same name
+    if _kind(ranks[0])[1] == "cuda":  # PyTorch: ranks can share a GPU. JAX gives each device of a job its own name
         for (*_, device), group in used:
             if len(group) > 1:
                 remedy = "Start one process per GPU, with LOCAL_RANK from 0, as torchrun and the launcher set it."

@@ -199,7 +199,7 @@ def _resolved(host: str) -> list[str] | str:
 
 
 def _addresses() -> list[Facts]:
-    """Return the job's addresses in environment variables. Test each address that this process must serve."""
+    """Return the addresses that environment variables contain. Test whether this process can listen on its own."""
     rank, variables, named = _place()[1], os.environ, list[tuple[str, bool]]()
     if "MASTER_ADDR" in variables:
         serves = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -166,8 +166,8 @@ class ExpDecay(Policy):
         self._numerator, self._denominator = Fraction(self.decay_steps).as_integer_ratio()
         if self._denominator > 1 and self._numerator * self._denominator >= 2**31:
             raise ValueError(
-                "`decay_steps` must be a whole number or a simple fraction such as 2.5. Received: "
-                f"decay_steps={decay_steps!r}. Round the number."
+                "`decay_steps` must be a whole number, or a fraction with a small denominator such as 2.5. Received: "
+                f"decay_steps={decay_steps!r}. Round it to a whole number or a half."
             )
         self.decay_rate = check.number("decay_rate", decay_rate, at_least=0)
         self._squares = repeated_squares(self.decay_rate)

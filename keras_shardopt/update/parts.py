@@ -52,7 +52,7 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Return sums over all parts of a batch, from an earlier run or other replicas. Raise an error without both."""
+        """Return sums over all parts of a batch, from `others` or `counted`. Raise an error if both are missing."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):

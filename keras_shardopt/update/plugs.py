@@ -25,7 +25,7 @@ class Place(enum.IntEnum):
     """The order in which stages (parts of `CrossShard`) process an update. At the same place, extensions come last."""
 
     OUTERMOST = 0
-    WINDOW = 1  # gradient accumulation, local SGD
+    WINDOW = 1  # stages that collect several batches: gradient accumulation, local SGD
     LOCAL = 2  # transforms and checks of local gradients, users' stages
     BEFORE_SENDING = 3  # clipping, after the checks
     UPDATE = 4

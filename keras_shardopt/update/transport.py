@@ -125,7 +125,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Store the values for the next reduction (`Step.own`) in the variables `carried`. Runs outside `shard_map`."""
+        """Store `step.own`, such as compression errors, in the variables `carried`. Runs outside `shard_map`."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

@@ -73,7 +73,7 @@ class UserStage(Stage):
             found += (
                 value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
             )
-        if runtime.updates_are_stateless:  # JAX also loses the states of seed generators
+        if runtime.updates_are_stateless:  # in a compiled step, seed generators lose their states too
             found = [each.state if isinstance(each, keras.random.SeedGenerator) else each for each in found]
         others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
         if others:

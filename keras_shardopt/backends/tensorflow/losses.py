@@ -187,8 +187,8 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
             return gradient(tape, target, sources, *args, **kwargs)
         divided = vars(context).get(_TENSORS, [])
         kinds = set()
-        # Search the terms only in a graph, because eager tensors do not record their inputs. Do not note mixed terms
-        # (BARE_TERM) after UNDIVIDED, because UNDIVIDED already leads to a warning.
+        # Examine the terms of the loss only in a graph, because eager tensors do not record their inputs. Do not note
+        # BARE_TERM (a sum of divided and undivided terms) if UNDIVIDED was noted, which already leads to a warning.
         if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
             kinds = _terms(target, names, _num_replicas.fget(context.strategy))

@@ -96,7 +96,7 @@ def _assets_of(model: Any) -> Iterator[tuple[str, bytes]]:
 
 
 def about_model(model: Any) -> dict[str, Any]:
-    """Return values of a model to store in the manifest, because `restore` needs them. They are JSON-serializable."""
+    """Return facts about a model that `restore` needs, to be stored in the manifest. They are JSON-serializable."""
     return {
         "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
         "built_on": built_on(model),

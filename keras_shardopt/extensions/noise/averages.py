@@ -72,7 +72,7 @@ class NoiseAverages:
         self._averages.assign(before + ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before)))
 
     def in_parts(self) -> float:
-        """Return the noise scale in parts of a batch; NaN with one part, or if the estimate of $|G|^2$ is not > 0."""
+        """Return the noise scale as a number of parts; NaN with one part, or if the estimate of $|G|^2$ is not > 0."""
         return self._ratios()[0]
 
     def in_batches(self) -> float:

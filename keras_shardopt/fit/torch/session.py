@@ -389,7 +389,7 @@ class Session:
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
         """Gather the outputs of all ranks for a batch, in the order of its rows. Rank i has `rows[i]` of the rows."""
         assert self.ranks is not None
-        add_promised_steps(-1)  # the step ends here, so the exchanges below check that all ranks take part
+        add_promised_steps(-1)  # so that the exchanges below check the calls of all ranks again
         mine = rows[self.ranks.replica_id]
         num_run = max(mine, 1)  # a rank without rows has run the model on one row
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
@@ -496,7 +496,7 @@ class _Unreported:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def is_promised(self) -> bool:
-        """Whether this batch needs no communication. If so, count it as one of the batches that ranks agreed on."""
+        """Whether ranks have agreed to run this batch without communication. If so, subtract it from these batches."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
