@@ -193,8 +193,8 @@ _MIN_BUCKET_BYTES = 2**22
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
     """Return the maximum bytes of a bucket, a group of gradients that are sent together.
 
-    The result is `bucket_bytes` or a quarter of `num_bytes` (the bytes of all gradients), whichever is smaller, but at
-    least 4 MiB, because smaller ones cost more time than they save. With several buckets, all except the last can be
+    The result is `bucket_bytes`, or if smaller, a quarter of `num_bytes` (the bytes of all gradients) but at least
+    4 MiB, because buckets below this cost more time than they save. With several buckets, all except the last can be
     sent before the backward pass ends.
     """
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))

@@ -378,7 +378,7 @@ class _Entries:
 
 
 def _skip_epochs(epoch: int) -> None:
-    """Sets the epoch counter that seeds the shuffling of arrays, so the running `fit` continues at epoch `epoch`."""
+    """Sets the epoch counter that seeds the shuffling of arrays in the running `fit`, which resumes at `epoch`."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
     if hasattr(adapter, "_epoch"):
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)

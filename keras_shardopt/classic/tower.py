@@ -298,7 +298,7 @@ def replicate(
         ValueError: if `num_towers` or `loss_reduction` is invalid, or `devices` is not supported. When the step
             runs: if `num_towers` does not divide the batch, or towers differ in their number of optimizer calls.
         tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch in a `tf.function` with an unknown
-            batch size, such as the smaller last batch of `fit`. If the batch does not divide, no tower has run.
+            batch size, such as the smaller last batch of `fit`. If the batch cannot be divided, no tower has run.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks

@@ -20,7 +20,7 @@ _FINGERPRINT_ELEMENTS = 2**7
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the number of rows of each part of a batch. If the rows do not divide, the first parts have one more."""
+    """Returns the number of rows of each part of a batch. If they cannot be equal, the first parts have one more."""
     rows, rest = divmod(num_rows, num_parts)
     return [rows + 1] * rest + [rows] * (num_parts - rest)
 

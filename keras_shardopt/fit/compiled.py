@@ -77,7 +77,7 @@ _blocks: list[_Block | _OneReplicaBlock] = []
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
-    """In this block, prepare compiled models, or mark them if not `wanted`. `are_several`: it has several replicas."""
+    """Prepare models compiled in this block; if not `wanted`, mark them unprepared. `are_several`: several replicas."""
     if not are_several and not wanted:
         yield
         return

@@ -23,7 +23,7 @@ from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
-# A scope whose block has ended. `fit` still needs its distribution or process group, so only the next scope closes it.
+# A scope whose block has ended, but whose distribution or process group `fit` still needs. The next scope closes it.
 _lingering: data_parallel | None = None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer
 
-# TensorFlow only (otherwise None): detects losses that Keras divides by the number of replicas.
+# TensorFlow only (otherwise None): once an optimizer exists, detects losses divided by the number of replicas.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
 
 _collections: list[weakref.WeakSet[Any]] = []

@@ -39,7 +39,7 @@ class ReportsNonFinite(OptimizerWrapper):
         return (None if replica == UNKNOWN else replica), self._names()[position]
 
     def check_finite(self, from_now: bool = False) -> None:
-        """Raises an error if an update was skipped since the last call, because compiled JAX steps cannot raise errors.
+        """Raises an error if an update was skipped since the last call. Compiled JAX steps cannot raise this error.
 
         With `from_now`, never raises: later calls ignore the updates skipped until now.
 

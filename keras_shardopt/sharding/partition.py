@@ -86,7 +86,7 @@ def _owners(costs: Sequence[tuple[float, int]], num_replicas: int) -> list[int]:
 def _capacities(loads: Sequence[int], amount: int) -> list[int]:
     """Divide `amount` among replicas that already have `loads`. Totals are as equal as possible. Return the shares."""
     low, high = min(loads), max(loads) + amount
-    while low < high:  # search the lowest total to which `amount` can fill all replicas
+    while low < high:  # find the lowest total per replica that leaves room for `amount`
         level = (low + high) // 2
         if sum(max(0, level - load) for load in loads) >= amount:
             high = level

@@ -260,5 +260,5 @@ def _check_no_losses_of_padding(model: Any, part: BatchShare) -> None:
             "`BatchNormalization`, the optimizer needs each replica's gradients, and the batch size is not a multiple "
             f"of the number of replicas. Received: {len(model.losses) - len(penalties)} added loss(es), with "
             f"{part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use a batch size that is a "
-            "multiple of this number."
+            "multiple of the number of replicas."
         )

@@ -241,7 +241,7 @@ def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas
 
 
 def first_in_slices(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
-    """Return the index (from 1; 0 for none) of the first nonfinite slice on all replicas, from each `position`."""
+    """Return the index (from 1; 0 for none) of the first gradient with a nonfinite slice on any replica."""
     last, none = num_variables + 1, ops.zeros_like(position)
     mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
     (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

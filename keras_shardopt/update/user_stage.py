@@ -1,4 +1,4 @@
-"""Wraps user-written stages (`Stage`): removes the loss scale from gradients, and checks the `Step` a stage returns."""
+"""Wraps user-written stages (`Stage`): converts gradients to units of a mean loss, and checks the returned `Step`."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _delegates_factors(
         self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
     ) -> bool:
-        """Make the next update multiply (or `divides`) gradients by `factors`. Return False if the caller must."""
+        """Make the next update multiply or divide gradients by `factors`. Return False if the caller must do this."""
         if _kernels is None or self._observer is not None:
             return False
         return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))

@@ -406,7 +406,7 @@ class Buckets:
         # On a GPU, ranks with unchanged gradients do not read the flags, so they would not send these gradients again.
         if 0 < num_late < self._num_ranks and not received.all_read:
             raise RuntimeError(
-                "On a GPU, a gradient must not change after the backward pass has sent it. Received: a changed "
+                "On a GPU, sent gradients must not change, unless they change on all ranks. Received: a changed "
                 f"gradient, a second gradient of a weight, or a failed backward pass, on {round(num_late)} of "
                 f"{self._num_ranks} ranks. To send later, use `CrossShard(..., torch=TorchSpeed(overlap=False))`."
             )

@@ -19,7 +19,7 @@ PATCHES = {
         ),
         "keras.src.backend.torch.trainer.Trainer.get_metrics_result": (  # from Keras 3.16 on
             "fit.torch.trainer:_metrics_result",
-            "makes prepared models sum metrics over ranks, until a model can override this method of Keras",
+            "keeps Keras from summing metrics, which prepared models do, until a model can override this method",
         ),
     },
     "randomness": {

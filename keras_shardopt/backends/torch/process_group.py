@@ -499,7 +499,7 @@ def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tupl
 def _collect_signs(
     group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
 ) -> None:
-    """Write `call` as this rank's sign of life. Append the signs of all ranks to `found`, for at most `seconds`."""
+    """Write `call` as this rank's sign of life. Append those found to `found`, until all are there or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         if words is not None and group.store.check([_MESSAGE]):

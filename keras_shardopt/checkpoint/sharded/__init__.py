@@ -153,7 +153,7 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
 
 
 def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
-    """Return `directory` as a str, after a check of both arguments. Error messages call `directory` by `name`."""
+    """Return `directory` as a str. Raise TypeError or ValueError, which calls it `name`, if an argument is invalid."""
     check_model(model)
     check_built(model)
     check_safetensors()

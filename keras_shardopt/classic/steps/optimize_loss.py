@@ -138,7 +138,7 @@ def optimize_loss(
     num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
-            "With several replicas, gradients must be averaged. Otherwise each replica trains its own model. Received: "
+            "With several replicas, gradients must be combined. Otherwise each replica trains its own model. Received: "
             f"{num_replicas} replicas, with on_horovod={on_horovod!r}. Use `optimize_loss(..., on_horovod=True)`."
         )
     built = build_optimizer(

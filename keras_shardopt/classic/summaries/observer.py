@@ -168,7 +168,7 @@ class Observer:
         unit = wrapper._incoming_scale()
         kept_variables = [v for _, v in plain]
 
-        # Convert gradients inside the measuring branch. As inputs of the branch, converted gradients stay in memory.
+        # Convert gradients inside the measuring branch. As its inputs, converted gradients would stay in memory.
         def read() -> Gradients:
             return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 

@@ -123,7 +123,7 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Stop measuring, and close the file. Steps compiled while measuring must not run after this."""
+        """Stop measuring, and close the file. Until `reopen`, steps compiled while measuring must not run."""
         if self._observer is not None:
             self._observer.detach()
         if self._write is not None:

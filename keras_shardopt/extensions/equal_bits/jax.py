@@ -81,8 +81,8 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     """Run the forward and backward passes of each replica on its parts of a batch. `reducer` is the `CrossShard`.
 
     Returns:
-        Five values for the whole batch: a tuple (gradients, position of a non-finite one, and `Step.notes`); the loss;
-        the predictions; and the new values of non-trainable variables and of metric variables.
+        Five values for the whole batch: a tuple (gradients, `Step.found_inf` and `Step.notes`); the loss; the
+        predictions; and the new values of non-trainable variables and of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
@@ -358,7 +358,7 @@ class PartsStep(TrainStep):
         return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
-        """Evaluate each part of the batch, so logs do not depend on the number of devices; `real` is a custom step."""
+        """Evaluate each part of a batch, so logs do not depend on the number of devices. A custom step runs `real`."""
         model, distribution = self.model, keras.distribution.distribution()
         if model.__class__.test_step is not keras.Model.test_step:
             return real(state, data)

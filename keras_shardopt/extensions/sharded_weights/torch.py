@@ -274,7 +274,7 @@ class WeightsOfOptimizer:
     # -- the order of gathers ----------------------------------------------------------------------------------------
 
     def begin_pass(self, trains: bool) -> None:
-        """Begin a training step (`trains`) or test step. Gather in the order of the last step of this kind."""
+        """Begin a training step (`trains`) or test step. The step should gather in the order of the last such step."""
         self._forget()
         self._trains, self._order, self._expected = trains, [], self._orders.get(trains, [])
         self._begin_expected()

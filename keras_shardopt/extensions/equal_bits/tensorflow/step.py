@@ -280,7 +280,7 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # `row_share=1` keeps the gradients of parts without rows. `_unless_empty` later replaces them by zeros.
+        # `row_share=1` keeps the gradients of parts without rows. `_unless_empty` later replaces them with zeros.
         grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
@@ -291,7 +291,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Of the variables to combine over parts of a batch, keep those assigned. Raise if another one was assigned."""
+        """Of the variables to combine over parts, keep those assigned. Raise ValueError if another was assigned."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
