@@ -48,6 +48,7 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     *[(backend, "variables.py --most 1000", []) for backend in ("jax", "tensorflow", "torch")],
     *[("torch", f"scaling.py {ALL_SIZES}", [*TORCHRUN, ranks]) for ranks in ("1", "2")],
     *[("torch", f"scaling.py {SOME_SIZES}", [*TORCHRUN, ranks]) for ranks in ("4", "8")],
+    *[(backend, "speedup.py", []) for backend in ("torch", "jax", "tensorflow")],
     *[(backend, "accumulation.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[(backend, "summaries.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[(backend, "machines.py", []) for backend in ("torch", "jax", "tensorflow")],

@@ -96,6 +96,21 @@ def costs() -> str:
 
 
 @written
+def speedup() -> str:
+    names = {"torch": "PyTorch ranks", "jax": "JAX devices", "tensorflow": "TensorFlow devices"}
+    rows = []
+    for backend, name in names.items():
+        title = f"Throughput of fit on 1 to 8 replicas of {backend}, one thread each"
+        run = [run for run in timing.stored() if run["title"] == title][-1]
+        table = next(part["rows"] for part in run["parts"] if isinstance(part, dict))
+        for model in ("MLP", "ConvNet", "transformer"):
+            found = {row[1]: (row[3], row[5]) for row in table if row[0] == f"{model}, weak"}
+            ours = [found[number][0] for number in ("1", "2", "4", "8")]
+            rows.append((name, model, *ours, found["2"][1]))
+    return markdown("replicas | model | 1 | 2 | 4 | 8 | 2, peer", rows)
+
+
+@written
 def small_models() -> str:
     rows = []
     for ranks in (1, 2, 4, 8):
