@@ -16,13 +16,13 @@ in seconds with small sizes; its times are meaningless.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import timing
@@ -61,31 +61,6 @@ def model_and_shape(name: str, quick: bool) -> tuple[Any, tuple[int, ...]]:
     return keras.Sequential([keras.Input(shape), *stack, layers.Dense(10)]), shape
 
 
-def compiled(model: Any, optimizer: Any) -> Any:
-    import keras
-
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def step_loop(model: Any, ranks: int) -> Callable[[Any, Any, int], None]:
-    """A custom training loop of PyTorch, with DDP on several ranks."""
-    import torch
-
-    module = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.Adam(module.parameters(), fused=True)
-    loss = torch.nn.CrossEntropyLoss()
-
-    def run(x: Any, y: Any, rows: int) -> None:
-        inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
-        for start in range(0, len(inputs), rows):
-            optimizer.zero_grad()
-            loss(module(inputs[start : start + rows]), targets[start : start + rows]).backward()
-            optimizer.step()
-
-    return run
-
-
 def child(given: argparse.Namespace) -> None:
     """Measures one model on one number of replicas, and prints the rows per second of weak and strong scaling."""
     number, backend = given.replicas, os.environ["KERAS_BACKEND"]
@@ -102,8 +77,6 @@ def child(given: argparse.Namespace) -> None:
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(number)
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
     import keras
     import numpy as np
 
@@ -114,10 +87,14 @@ def child(given: argparse.Namespace) -> None:
     with ks.data_parallel(None if on_ranks else number, prepare=is_ours, auto_shard=False) as replicas:
         model, shape = model_and_shape(given.model, given.quick)
         if on_ranks and not is_ours:
-            run = step_loop(model, number)
+            import torch_training
+
+            module = torch.nn.parallel.DistributedDataParallel(model) if number > 1 else model
+            run = functools.partial(torch_training.train, module, torch.optim.Adam(module.parameters(), fused=True))
         else:
             adam = keras.optimizers.Adam()
-            compiled(model, ks.CrossShard(adam) if is_ours else adam)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(ks.CrossShard(adam) if is_ours else adam, loss)
 
             def run(x: Any, y: Any, rows: int) -> None:
                 model.fit(x, y, batch_size=rows, verbose=0, shuffle=False)
@@ -150,8 +127,8 @@ def measured(given: argparse.Namespace, backend: str, model: str, side: str, num
     command += ["--rounds", str(given.rounds), *(["--quick"] if given.quick else [])]
     if backend == "torch" and number > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", str(number)]
-    flags = f"--xla_force_host_platform_device_count={number} --xla_cpu_multi_thread_eigen=false"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    more = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**os.environ, **more}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
     found: list[float] = json.loads(line.removeprefix("FOUND "))

@@ -36,11 +36,15 @@ def markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 @functools.cache
+def tables_of(title: str) -> list[list[list[str]]]:
+    """The rows of each table of the newest run with this title."""
+    runs = {run["title"]: run for run in timing.stored()}  # sorted by date
+    return [part["rows"] for part in runs[title]["parts"] if isinstance(part, dict)]
+
+
 def newest(title: str) -> dict[str, list[str]]:
     """The rows of the newest run with this title, by their first cell."""
-    runs = {run["title"]: run for run in timing.stored()}  # sorted by date
-    tables = [part for part in runs[title]["parts"] if isinstance(part, dict)]
-    return {row[0]: row for table in tables for row in table["rows"]}
+    return {row[0]: row for rows in tables_of(title) for row in rows}
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -100,9 +104,7 @@ def speedup() -> str:
     names = {"torch": "PyTorch ranks", "jax": "JAX devices", "tensorflow": "TensorFlow devices"}
     rows = []
     for backend, name in names.items():
-        title = f"Throughput of fit on 1 to 8 replicas of {backend}, one thread each"
-        run = [run for run in timing.stored() if run["title"] == title][-1]
-        table = next(part["rows"] for part in run["parts"] if isinstance(part, dict))
+        (table,) = tables_of(f"Throughput of fit on 1 to 8 replicas of {backend}, one thread each")
         for model in ("MLP", "ConvNet", "transformer"):
             found = {row[1]: (row[3], row[5]) for row in table if row[0] == f"{model}, weak"}
             ours = [found[number][0] for number in ("1", "2", "4", "8")]
@@ -133,8 +135,8 @@ def options() -> str:
 
 def scaling(ranks: int) -> list[list[str]]:
     """All rows; the first two cells are the numbers of parameters and variables."""
-    run = [run for run in timing.stored() if run["title"] == f"How a step grows on {ranks} ranks of PyTorch"][-1]
-    return next(part["rows"] for part in run["parts"] if isinstance(part, dict))
+    (table,) = tables_of(f"How a step grows on {ranks} ranks of PyTorch")
+    return table
 
 
 @written
@@ -173,9 +175,7 @@ def parts() -> str:
             for number in (replicas, 8):
                 cells = []
                 for backend in backends:
-                    title = f"A step in parts on {replicas} replicas of {backend}"
-                    run = [run for run in timing.stored() if run["title"] == title][-1]
-                    found = [part["rows"] for part in run["parts"] if isinstance(part, dict)][table]
+                    found = tables_of(f"A step in parts on {replicas} replicas of {backend}")[table]
                     (cell,) = (row[2] for row in found if row[0] == f"virtual_replicas={number}")
                     cells.append(middle(cell))
                 rows.append((model, replicas, number, *cells))

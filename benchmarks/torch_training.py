@@ -38,6 +38,17 @@ def largest(*values: float) -> list[float]:
     return found
 
 
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, x: np.ndarray, y: np.ndarray, rows: int) -> None:
+    """Runs a custom training loop, with `rows` rows in each step."""
+    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    loss = torch.nn.CrossEntropyLoss()
+    for start in range(0, len(inputs), rows):
+        outputs = module(inputs[start : start + rows])
+        optimizer.zero_grad()
+        loss(outputs, targets[start : start + rows]).backward()
+        optimizer.step()
+
+
 class Training:
     """Runs of `arguments.steps` steps on this rank's rows, with the learning rate `RATE` for Adam."""
 
@@ -66,19 +77,9 @@ class Training:
         self, make_optimizer: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]
     ) -> Callable[[], None]:
         """Returns a custom training loop over a new model in DDP, with a PyTorch optimizer for its parameters."""
-        inputs, targets = torch.from_numpy(self._x), torch.from_numpy(self._y)
         ddp = torch.nn.parallel.DistributedDataParallel(self._model())
         optimizer = make_optimizer(ddp.parameters())
-        loss = torch.nn.CrossEntropyLoss()
-
-        def run() -> None:
-            for start in range(0, len(inputs), self._rows):
-                outputs = ddp(inputs[start : start + self._rows])
-                optimizer.zero_grad()
-                loss(outputs, targets[start : start + self._rows]).backward()
-                optimizer.step()
-
-        return run
+        return lambda: train(ddp, optimizer, self._x, self._y, self._rows)
 
     def seconds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
         """Returns the seconds of each run in each round."""

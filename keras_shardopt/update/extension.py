@@ -82,9 +82,6 @@ class Extension(Settings):
     needs_local_gradients: ClassVar[bool] = False
     """Whether the extension needs each replica's unreduced gradients."""
 
-    precedes_reduction: ClassVar[bool] = True
-    """Whether a stage of the extension needs each replica's gradients after the backward pass, before the reduction."""
-
     spelling = "extensions=[{}]"
 
     def check(self, options: Any) -> None:

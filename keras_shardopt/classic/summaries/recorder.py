@@ -82,7 +82,6 @@ class Recorder:
         """Measure again after `close`, with the same variables, and write to a new file."""
         if self._observer is not None:
             self._observer.attach()
-            self._last_step = self._observer.values()[0]  # measured before `close`
         self._open(colocate_with)
 
     @property

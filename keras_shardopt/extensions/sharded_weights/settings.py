@@ -44,7 +44,6 @@ class ShardedWeights(Extension):
     """
 
     place = Place.UPDATE
-    precedes_reduction = False
 
     def __init__(self, prefetch: int = 1) -> None:
         fix = "Omit `prefetch` to gather one bucket ahead."
