@@ -140,8 +140,8 @@ def _slurm_hosts(size: int, rank: int) -> tuple[list[str], int]:
     hosts = [node for node, count in zip(nodes, counts) for _ in range(count)]
     # By default, SLURM assigns tasks in blocks. Otherwise only the first task is certain to be on the first machine.
     is_block = len(hosts) == size and hosts[rank] == os.environ.get("SLURMD_NODENAME", hosts[rank])
-    # Test the name of SLURM's distribution too, because the test above can differ between tasks. With one task per
-    # machine, any name counts as blocks: SLURM can then call blocks "cyclic".
+    # Test the name of SLURM's distribution too, because the test above can differ between tasks. But accept any name
+    # if each machine has one task, because SLURM can name the distribution "cyclic" then.
     is_block &= max(counts, default=1) == 1 or os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number("SLURM_NODEID")
     return hosts if is_block else nodes[:1], counts[node] if node < len(counts) else 1

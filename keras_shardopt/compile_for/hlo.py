@@ -60,7 +60,8 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
                 continue
             chains.add((kind, chain[0] if chain else ""))
             shapes = [(dtype, _size(dtype, dims)) for dtype, dims in _SHAPE.findall(match[1])]
-            if match[2].endswith("-start") and kind != "all-reduce":  # drop operands, which precede the results
+            # The shape of an asynchronous start, except an all-reduce's, lists its operands before its results.
+            if match[2].endswith("-start") and kind != "all-reduce":
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
             # The TPU compiler represents a reduce-scatter as a fusion of this name, around an all-reduce.

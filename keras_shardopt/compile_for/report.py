@@ -107,7 +107,7 @@ def table(compiled: Compiled) -> str:
         f"  temporary            {_mb(compiled.temporary)}",
         f"  output               {_mb(compiled.output)}, {_mb(compiled.aliased)} of it in the memory of arguments",
         "",
-        "collectives            number x bytes each",
+        "collectives            number x bytes each; in a branch: run only if a condition holds",
         *_rows(compiled.collectives),
         f"sent by one device     {_mb(compiled.sent)}",
         "",

@@ -139,7 +139,7 @@ def _refuse_later_methods(model: Any) -> None:
     later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
     if later:
         raise ValueError(
-            f"`{later[0]}` must be set before `keras_shardopt.prepare`, or the value replaces the method that trains "
-            f"on all replicas. Received: {later[0]}={vars(model)[later[0]]!r}. Set it before `compile`, or in a "
-            "subclass."
+            f"`{later[0]}` must not be set after `compile` or `keras_shardopt.prepare`, because it would replace the "
+            f"method that trains on all replicas. Received: {later[0]}={vars(model)[later[0]]!r}. Set it before "
+            "`compile`, or in a subclass."
         )

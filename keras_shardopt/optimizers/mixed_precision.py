@@ -189,7 +189,8 @@ class MixedPrecision(ScaledUpdate):
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
-        # If TensorFlow builds this optimizer during the first step, that step's gradients include those of penalties.
+        # Until this optimizer is built, the loss contains the penalties (such as `kernel_regularizer`). If this call
+        # builds it, these gradients contain those of the penalties already, so do not add them again.
         self._penalties_are_in_the_loss = not self.built and self._loss_came_before_build
         super().apply(grads, trainable_variables)
         self._penalties_are_in_the_loss = False

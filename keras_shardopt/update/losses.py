@@ -80,8 +80,8 @@ def _reduce_weighted_values(
         # The loss is a scalar without values per row, so assume that it is the mean over this replica's rows.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        # A custom loss can drop values. Their number then equals the number of rows only by chance, on some replicas.
-        # So replicas skip the exchange of counts only for losses of Keras.
+        # A custom loss can drop values. The number of its other values can equal the number of rows by chance, on some
+        # replicas only. So replicas skip the exchange of counts only for losses of Keras.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, is_sum) if part.losses_are_divided and _dividing is not None else loss

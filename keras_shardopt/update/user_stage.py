@@ -187,7 +187,7 @@ class UserStage(Stage):
         name = f"`{getattr(variable, 'path', variable)}`"
         if not (ops.is_tensor(grad) or is_sparse(grad)):
             fix = "Use `keras.ops.convert_to_tensor`."
-            raise TypeError(f"{rule} tensors, or None, as `grads`. Received: {_shown(grad)} for {name}. {fix}")
+            raise TypeError(f"{rule} `grads` of tensors or None. Received: {_shown(grad)} for {name}. {fix}")
         # Compare a reduced gradient with that before the stage, because a slice has another shape than the variable.
         like = variable if is_local or is_sparse(old) else old
         if like is not None and not is_sparse(grad) and not _may_be_equal(grad.shape, like.shape):

@@ -203,7 +203,8 @@ def noting_bare_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
         is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
-            # Exclude sums over rows too. They can be divided by all replicas' rows, which the graph does not show.
+            # Do not record sums over rows either: the program may have divided them by the rows of all replicas, which
+            # the graph does not show.
             is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):

@@ -76,7 +76,7 @@ class TrainStep:
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether to compute each replica's own gradients. `stacks`: gradient accumulation sums these per replica."""
+        """Whether to compute each replica's own gradients. `stacks`: whether accumulation keeps them per replica."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 

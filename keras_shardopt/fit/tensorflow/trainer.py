@@ -146,8 +146,8 @@ class PreparedOnTensorFlow(PreparedModel):
         if self.steps_per_execution == 1 and not is_of_workers:
             return functools.partial(shows_all, function)
 
-        # For several steps, Keras compiles a loop over a dataset's iterator, and this fails with batches of several
-        # replicas. From a Python iterator, Keras takes one batch at a time, without that loop.
+        # With `steps_per_execution` > 1, Keras compiles a loop over a dataset's iterator, which fails with batches of
+        # several replicas. Pass a Python iterator instead: its batches are taken one at a time, without that loop.
         def several_steps(iterator: Iterator[Any]) -> Any:
             iterator = workers.packed_batches(self, iterator) if is_of_workers else iterator
             batches = list(itertools.islice(iterator, 1))

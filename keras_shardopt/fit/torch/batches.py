@@ -115,7 +115,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             epoch = running_local("fit", "epoch")  # None while `fit` builds the model
             if epoch is not None and self._is_first:
                 set_epoch(loader, epoch)
-            elif epoch is not None and self.steps_per_epoch:  # Keras begins the next pass through the data in an epoch
+            elif epoch is not None and self.steps_per_epoch:  # a new pass through the data, in the middle of an epoch
                 set_epoch(loader, epoch + 1)
         return loader
 

@@ -286,7 +286,10 @@ class Session:
         return self._last_batch[phase]
 
     def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
-        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step can begin without them."""
+        """Send `num`, this rank's number of rows, unless ranks have agreed on the batch before.
+
+        `num_equal` is the number of next batches that certainly have as many rows. They may need no exchange.
+        """
         self._phase, self._is_part = phase, is_part
         if self._unreported.is_promised():
             return

@@ -126,7 +126,7 @@ def test_methods_that_were_set_on_the_model_run_inside_and_later_ones_instead(sc
     assert model.optimizer.built
     inside = model.train_step
     model.train_step = lambda *args: calls.append("after") or inside(*args)
-    with pytest.raises(ValueError, match="`train_step` must be set before `keras_shardopt.prepare`"):
+    with pytest.raises(ValueError, match="`train_step` must not be set after `compile` or `keras_shardopt.prepare`"):
         ks.prepare(model)
 
 
