@@ -32,7 +32,7 @@ class Runtime:
         axis_name: str | None,
         before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        """Return the gradients of a scalar loss (None for variables that do not affect it), and an auxiliary value.
+        """Return the gradients of a loss (None for variables that do not affect it), and the auxiliary value of `loss`.
 
         Each assignment in the loss (moving statistics, seeds) happens once.
 
@@ -41,7 +41,7 @@ class Runtime:
             variables: to differentiate with respect to.
             axis_name: the name of the replica axis, if each replica has its own loss. If None, `variables` may be
                 non-trainable.
-            before_assign: called before each assignment that is deferred until after the loss.
+            before_assign: called with the variable before each assignment that JAX defers until after the loss.
         """
         del loss, variables, axis_name, before_assign
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")

@@ -60,7 +60,7 @@ class SideChannel:
         return np.array(flags, "float32")  # `convert_to_tensor` is slower: Keras checks each element of a list
 
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
-        """Return a flat tensor to be summed over replicas: the flags, then `numbers`."""
+        """Return a flat tensor to be summed over replicas: this object's flags, then `numbers`."""
         flags = ops.convert_to_tensor(self.flags_on_host(), dtype)
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 

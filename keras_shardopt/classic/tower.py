@@ -49,7 +49,7 @@ class _Replication:
         # The keys of these dicts are the `id` of an optimizer.
         self._calls: dict[int, list[_Call]] = {}
         self._names: dict[int, str] = {}
-        self._num_calls: dict[int, list[int]] = {}  # one count per tower
+        self._num_calls: dict[int, list[int]] = {}  # how often each tower has called `apply`
 
     def collect(self, optimizer: Tower, grads: Gradients, variables: Sequence[Variable]) -> _Call | None:
         """Add the gradients of a tower's n-th `apply` call to those of earlier towers. The last tower gets the sums."""

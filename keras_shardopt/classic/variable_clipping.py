@@ -110,7 +110,7 @@ class VariableClipping(OptimizerWrapper):
                 self.assign(variable, _clipped(ops.convert_to_tensor(variable), dims, self.max_norm))
 
     def _resolved(self, variables: Sequence[Variable]) -> dict[Any, tuple[int, ...]]:
-        """Return the dims of each variable to clip, as nonnegative ints, by Keras' `_var_key` of the variable."""
+        """Return a dict from the `_var_key` of each variable to clip to its dimensions, as nonnegative ints."""
         paths = [_path(variable) for variable in variables]
         expressions = [pair for pair in self._keys if isinstance(pair[0], str) and pair[0] not in paths]
         found: dict[Any, tuple[int, ...]] = {}

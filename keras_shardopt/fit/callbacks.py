@@ -136,7 +136,7 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # True if `show` has stored no metrics for `last` to repeat, as with a custom step that returns other values.
+        # Also True if `_shown` has no metrics to repeat, because a custom step has returned something else.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:

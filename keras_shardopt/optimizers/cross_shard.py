@@ -142,7 +142,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, but a dynamic loss scaling inside '
                 f"needs overflows to find its scale. Received: inner_optimizer={self.inner!r}. Leave out "
-                '`on_nonfinite`: the loss scaling skips such updates. `on_nonfinite="skip"` also reports the replica.'
+                '`on_nonfinite`: the loss scaling skips such updates. Or use "skip", which also reports the replica.'
             )
         self._scope = GradientScope()
         self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)

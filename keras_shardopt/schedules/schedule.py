@@ -197,7 +197,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
                 f"`identifier` must be the config of a schedule if it is a dict. Received: {identifier!r}"
             ) from error
     raise TypeError(
-        "`identifier` must be a `LearningRateSchedule`, a number, a name with arguments, or a config with a "
+        "`identifier` must be a `LearningRateSchedule`, a number, a name (with keyword arguments), or a config with a "
         f'"class_name". Received: {identifier!r} of type {type(identifier).__name__}'
     )
 

@@ -209,7 +209,7 @@ def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) ->
 def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedLayout | None:
     chain = [optimizer, *descendants(optimizer)]
     if any(one.use_ema for one in chain) or not needs_padding(variables):
-        return None  # callbacks swap weights and their moving averages, so both need the same shape
+        return None  # do not pad moving averages: callbacks swap them with weights, so both need the same shape
     if model_compiled_with(optimizer) is None:
         return None  # a model with several optimizers can save their variables directly, so these keep their shapes
     return PaddedLayout(optimizer, variables)

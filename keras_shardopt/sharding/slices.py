@@ -401,7 +401,7 @@ class FlatShards(Shards):
         shape: tuple[int, ...] | None = tuple(variable.shape)
         if id(variable) in self._without_variable:
             has = [0 not in other for other in processes.gather_objects(shape)]
-            if sum(has) != 1:  # all replicas hold this state
+            if sum(has) != 1:  # not the state of a single replica, so all replicas hold it
                 return stored_parts.own_parts(variable, process)
             start, is_owner = 0, has[process[1]]
             shape = shape if is_owner else None

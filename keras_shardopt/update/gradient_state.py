@@ -17,8 +17,8 @@ _GLOBAL_ADVICE = (
 )
 _GROUPS_ADVICE = (
     # In one program, all replicas share the weights, so weights cannot differ between groups.
-    "Groups train different weights. On JAX, `model.fit` has one copy of the weights for all replicas, so use a custom "
-    "training loop inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`. "
+    "The groups of `group_assignment` train different weights. On JAX, `model.fit` has one copy of the weights for all "
+    "replicas, so use a custom training loop inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`. "
     "On PyTorch, train without `DistributedDataParallel`."
 )
 _DIVIDED_BEFORE = (

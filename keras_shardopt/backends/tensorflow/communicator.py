@@ -196,7 +196,7 @@ def evidence_of(replicas: Communicator, state: GradientState | None = None) -> E
 
 
 def _objections(state: GradientState) -> Sequence[str]:
-    """Return warnings if the losses of this step contradict the state of gradients that the user set."""
+    """Return warnings if the losses of this step are not divided as the user's argument `gradients` says."""
     seen = tf_losses.noted()
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         return [_MIXTURE]

@@ -252,8 +252,8 @@ def _fingerprints(tensors: list[Tensor]) -> Tensor:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     # The hash is the sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3,
-    # is a bijection, so changing one word always changes the sum. If h were linear, swapping two floats of opposite
-    # sign could leave the sum unchanged.
+    # is a bijection, so changing one word always changes the sum. If h were linear, swapping two words would not
+    # change the sum.
     words = _words(tensor)
     mixed = words + tf.cast(tf.range(tf.size(words)), tf.uint32) * tf.constant(0x9E3779B9, tf.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

@@ -1,7 +1,4 @@
-"""Norms on PyTorch, in few calls that only reduce.
-
-Each `keras.ops` call takes longer than the arithmetic of a small tensor.
-"""
+"""Computes norms on PyTorch with few calls: each `keras.ops` call takes longer than the work on a small tensor."""
 
 from __future__ import annotations
 

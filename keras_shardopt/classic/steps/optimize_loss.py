@@ -1,4 +1,4 @@
-"""OpenSeq2Seq's `optimize_loss`: builds a training step from one set of arguments, with the rest of this package."""
+"""`optimize_loss`: builds a training step from the arguments of OpenSeq2Seq's function of this name."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # The second leg encodes this replica's slice of the sums. Add its rounding error to the replica's other errors.
+        # The all-gather sends encoded sums. Add the rounding error of this replica's slice of them to its other errors.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []

@@ -80,7 +80,7 @@ class VirtualReplicas(Extension):
                 )
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the object that sums gradients. Raise ValueError if sharded state would change the order of sums."""
+        """Return the stage that sums gradients. Raise ValueError if a wrapper needs a norm of sharded gradients."""
         if options.shard_state and placement.state_sharding != "layout":
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):

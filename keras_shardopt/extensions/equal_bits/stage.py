@@ -39,7 +39,7 @@ _SMALL = 2**14
 """Up to this number of elements, each replica gathers and adds the sums of all replicas: one collective, not two."""
 
 
-# None except on TensorFlow. There, replicas are devices of one process, and `Tree` sums each tensor separately.
+# TensorFlow only (otherwise None), where replicas are devices of one process: sums each tensor separately.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 

@@ -232,7 +232,7 @@ class Rows:
         ]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set all rows to the arrays of `states`. If the number of replicas differs, mark the rows as outdated."""
+        """Set all replicas' values to the arrays of `states`. If the number of replicas differs, `resume` sets them."""
         stacked = dict(zip(map(id, self.of), self.stacked))
         fits = len(arrays[0]) == self.stacked[0].shape[0]
         trained = {id(v) for v in self._optimizer._trainable_variables}

@@ -221,7 +221,7 @@ class WeightsOfOptimizer:
             self._copy_in()
 
     def after_update(self) -> None:
-        """If weights are whole, gather the updated slices."""
+        """If each rank holds the whole weights now, gather the updated slices into them."""
         self.num_updates += 1
         if not self.is_divided:
             self.is_divided = True

@@ -170,7 +170,7 @@ class PreparedOnJax(PreparedModel):
         return taken
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Build the model from a batch of all processes, because this process may have no batch."""
+        """Build the model from the batch that all processes have together, because this process may have no rows."""
         if isinstance(iterator, EpochIterator) and allows_uneven(keras.distribution.distribution()):
             if not any(self._get_unbuilt_components()):
                 return

@@ -115,7 +115,7 @@ class TrainStep:
 
 
 def _counted_metrics(model: Any) -> list[Any]:
-    """Return the variables of all metrics except mean losses. A step without rows must not change these."""
+    """Return the metric variables that a step without rows must not change: all except those of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     return [v for v in model.metrics_variables if id(v) not in shared]
 

@@ -3,7 +3,11 @@
 Arguments: the phase, seconds of delay, and the number of fits.
 """
 
+import json
+import os
+import socket
 import sys
+import threading
 import time
 import warnings
 
@@ -26,6 +30,45 @@ def sleep(phase):
 def slept(value):
     sleep("forward")
     return np.zeros((), "float32")
+
+
+def forwarded(address):
+    """An address on this machine whose bytes travel to and from `address`, later while this process is slow."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def carry(origin, target):
+        while data := origin.recv(2**16):
+            sleep("message")
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    def accept():
+        host, _, port = address.rpartition(":")
+        while True:
+            near, _ = listener.accept()
+            far = socket.create_connection((host, int(port)))
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def forward_messages():
+    """Put a slow line between this process and process 0, where all processes read from a store."""
+    if keras.backend.backend() == "torch":
+        if os.environ["RANK"] != "0":
+            os.environ["MASTER_PORT"] = forwarded("127.0.0.1:" + os.environ["MASTER_PORT"]).rpartition(":")[2]
+    elif keras.backend.backend() == "jax":
+        if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] != "0":
+            name = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+            os.environ[name] = forwarded(os.environ[name])
+    else:
+        config = json.loads(os.environ["TF_CONFIG"])
+        if config["task"]["index"] != 0:
+            workers = config["cluster"]["worker"]
+            workers[0] = forwarded(workers[0])
+            os.environ["TF_CONFIG"] = json.dumps(config)
 
 
 class Layer(keras.layers.Layer):
@@ -74,13 +117,15 @@ class Sleeps(keras.callbacks.Callback):
         sleep("callbacks")
 
 
+if PHASE == "message":
+    forward_messages()
 keras.utils.set_random_seed(1)
 with ks.data_parallel() as scope:
     model = keras.Sequential([keras.Input((WIDTH,)), Layer(), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
     model.compile(ks.CrossShard(keras.optimizers.Adam(1e-4)), loss="mse")
 x = np.random.default_rng(0).normal(size=(24 * scope.num_processes, WIDTH)).astype("float32")
 for i in range(NUM_FITS):
-    slow = i % scope.num_processes
+    slow = 1 + i % (scope.num_processes - 1) if PHASE == "message" else i % scope.num_processes
     is_slow = slow == scope.process_id
     report = ks.callbacks.StepReport(every=20)
     model.fit(Batches(), verbose=0, callbacks=[Sleeps(), report])

@@ -170,7 +170,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function(*place)` for each part of the batch. Return the total of all entries "sums", and all results."""
+    """Call `function(*place)` for each part. Return the sums of the "sums" in the returned dicts, and the dicts."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -182,7 +182,7 @@ class _Work:
     """Computes a replica's parts of a batch, and combines the values that the parts compute for variables.
 
     A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
-    A moving statistic adds its mean change in the parts with rows. Other variables keep their value of the last part.
+    A moving statistic changes by its mean change in all parts with rows. Other variables keep the last part's value.
     """
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
