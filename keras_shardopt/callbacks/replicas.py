@@ -15,7 +15,7 @@ from keras_shardopt.backends.models import equal_buffers, is_prepared, layers_of
 from keras_shardopt.callbacks.nonfinite import cross_shards_in
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
-from keras_shardopt.wrapping.chain import descendants, shared_variables
+from keras_shardopt.wrapping.chain import chain_of, shared_variables
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -215,7 +215,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     # Replicas with equal labels must have equal values.
     labels_of: dict[int, list[tuple[int, ...]]] = {}
     all_labels: list[tuple[int, ...]] = [()] * num_replicas
-    for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
+    for part in [part for optimizer in optimizers_of(model) for part in chain_of(optimizer)]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
         if isinstance(part, CrossShard) and any(extension.weights_differ for extension in part.extension_stages):
             groups = [[i] for i in range(num_replicas)]

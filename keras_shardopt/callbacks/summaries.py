@@ -15,7 +15,7 @@ from keras_shardopt.classic.summaries.event_file import checked_log_dir
 from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.numerics import Optimizer
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import chain_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -255,7 +255,7 @@ def _by_prefix(model: Any) -> dict[str, Any]:
 
 def _is_observed(optimizer: Optimizer) -> bool:
     """Whether another callback records this optimizer, or a training that failed before `on_train_end`."""
-    chain = [optimizer, *descendants(optimizer)]
+    chain = chain_of(optimizer)
     return any(o._observer is not None for o in chain if isinstance(o, OptimizerWrapper))
 
 

@@ -31,7 +31,7 @@ from keras_shardopt.backends.phases import timed
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.portable import make_portable
 from keras_shardopt.numerics import Optimizer
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import chain_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
@@ -260,7 +260,7 @@ def _save(
 def before_reading(model: Any) -> None:
     """Assigns the mean over replicas to weights that differ because of local SGD. All processes must call this."""
     for optimizer in optimizers_of(model):
-        for part in [optimizer, *descendants(optimizer)]:
+        for part in chain_of(optimizer):
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
                 part.pipeline.before_reading()
 
@@ -341,7 +341,7 @@ def needs_all(model: Any) -> bool:
 
 def saves_collectively(optimizer: Optimizer) -> bool:
     """Whether the state of this optimizer can only be saved by all processes together."""
-    chain = [optimizer, *descendants(optimizer)]
+    chain = chain_of(optimizer)
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 

@@ -31,7 +31,7 @@ from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.torch_speed import TorchSpeed
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
-from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.chain import base_optimizers, chain_of, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -291,7 +291,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
 
 def cross_shards(optimizer: Optimizer) -> list[CrossShard]:
     """Returns all `CrossShard` in a chain of wrappers, outermost first. Returns [] for None."""
-    chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
+    chain = [] if optimizer is None else chain_of(optimizer)
     return [part for part in chain if isinstance(part, CrossShard)]
 
 

@@ -23,7 +23,7 @@ from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.numerics import LARGEST_FLOAT16, Gradients, Optimizer, Tensor, Variable, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import chain_of
 from keras_shardopt.wrapping.slots import named_like
 
 # TensorFlow only (otherwise None): counts the replicas over which Keras' own optimizers sum gradients.
@@ -308,7 +308,7 @@ class _OnMaster(keras.regularizers.Regularizer):
             if model is None:
                 return True  # no method of a model is running, so a custom training loop computes the loss
         used = optimizers_in_step(model) if named is None else [named]
-        return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
+        return any(optimizer is owner for each in used for optimizer in chain_of(each))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the config of the wrapped regularizer."""

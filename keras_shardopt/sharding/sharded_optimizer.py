@@ -17,7 +17,7 @@ from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.shards import Shards
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
-from keras_shardopt.wrapping.chain import descendants, innermost
+from keras_shardopt.wrapping.chain import chain_of, innermost
 from keras_shardopt.wrapping.stored_state import (
     DividedState,
     assign_all,
@@ -207,7 +207,7 @@ def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) ->
 
 
 def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedLayout | None:
-    chain = [optimizer, *descendants(optimizer)]
+    chain = chain_of(optimizer)
     if any(one.use_ema for one in chain) or not needs_padding(variables):
         return None  # do not pad moving averages: callbacks swap them with weights, so both need the same shape
     if model_compiled_with(optimizer) is None:

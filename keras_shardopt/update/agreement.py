@@ -26,7 +26,7 @@ from keras_shardopt.arguments import listed
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of
 from keras_shardopt.numerics import Optimizer, Variable
-from keras_shardopt.wrapping.chain import children, descendants
+from keras_shardopt.wrapping.chain import chain_of, children
 from keras_shardopt.wrapping.slots import without_counters
 
 Description = dict[str, str]
@@ -178,7 +178,7 @@ def sum_losses_of(optimizer: Optimizer, variables: Sequence[Variable]) -> list[A
 def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
     """Return the last (smallest) of `models` that uses this optimizer, alone or inside another; None without one."""
     for model in reversed(models):
-        if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
+        if any(optimizer is part for held in optimizers_of(model) for part in chain_of(held)):
             return model
     return None
 

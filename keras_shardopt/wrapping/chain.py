@@ -73,6 +73,11 @@ def descendants(optimizer: object) -> list[Any]:
     return found + [leaf for leaf in base_optimizers(optimizer) if leaf is not optimizer]
 
 
+def chain_of(optimizer: object) -> list[Any]:
+    """Return `optimizer`, then every optimizer inside it, as `descendants` does."""
+    return [optimizer, *descendants(optimizer)]
+
+
 def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
     """Return the optimizer inside `optimizer` that updates `variable`."""
     found = base_optimizers(optimizer)
@@ -95,7 +100,7 @@ def kind_of(optimizer: Optimizer) -> str:
 def keys_of(optimizer: Optimizer, variable: Variable) -> list[Any]:
     """Return Keras' keys of a variable, and of the variables that inner optimizers update in its place."""
     keys = [optimizer._var_key(variable)]
-    for wrapper in [optimizer, *descendants(optimizer)]:
+    for wrapper in chain_of(optimizer):
         if isinstance(wrapper, Wrapping) and wrapper.built:
             (variable,) = wrapper._variables_inside([variable])
             keys.append(optimizer._var_key(variable))

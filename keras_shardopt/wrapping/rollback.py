@@ -43,7 +43,7 @@ from keras_shardopt.backends.models import (
 from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
-from keras_shardopt.wrapping.chain import Wrapping, descendants
+from keras_shardopt.wrapping.chain import Wrapping, chain_of
 from keras_shardopt.wrapping.slots import empty_name_scope
 
 
@@ -116,7 +116,7 @@ class Rollback:
                 variable.assign(value)
 
         # If replicas decide separately whether to skip, only some run `put_back`, so `put_back` must not communicate.
-        scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
+        scopes = [part.scope_inside for part in chain_of(optimizer) if hasattr(part, "scope_inside")]
         updates_differ = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in saved], variables, communicates=not updates_differ)
 
@@ -219,7 +219,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
 
     Only the outermost wrapper restores variables, so wrappers inside it lose their `Rollback`.
     """
-    chain = [optimizer, *descendants(optimizer)]
+    chain = chain_of(optimizer)
     wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
     made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:

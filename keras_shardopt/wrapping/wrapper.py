@@ -31,7 +31,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
-    descendants,
+    chain_of,
     get_optimizer,
     innermost,
     keys_of,
@@ -139,7 +139,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
-        if any(map(may_skip_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
+        if any(map(may_skip_updates, [self, *([] if inner is None else chain_of(inner))])):
             save_before_assignments()  # not in `build`, because the first forward pass may precede it
 
     # -- hooks of concrete wrappers ------------------------------------------------------------------------------
@@ -264,9 +264,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     @property
     def _shared_variables(self) -> list[Variable]:
         """The variables that are equal on all replicas."""
-        differ = {
-            id(v) for o in [self, *descendants(self)] if isinstance(o, OptimizerWrapper) for v in o._replica_state
-        }
+        differ = {id(v) for o in chain_of(self) if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in differ]
 
     def _observe(self, observer: Any) -> None:
@@ -355,7 +353,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         return base_optimizers(self)
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        for wrapper in [self, *descendants(self)]:
+        for wrapper in chain_of(self):
             if isinstance(wrapper, OptimizerWrapper):
                 yield from wrapper._own_slots()
         yield from super()._slots()
@@ -426,7 +424,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         `LossScaleOptimizer` under the "mixed_float16" policy.
         """
         checks = caller_module() in _CHECK_FOR_LOSS_SCALING and any(self._inner)
-        is_scaled = checks and any(map(scales_loss, [self, *descendants(self)]))
+        is_scaled = checks and any(map(scales_loss, chain_of(self)))
         return keras.optimizers.LossScaleOptimizer if is_scaled else type(self)
 
     def __dir__(self) -> list[str]:
@@ -441,7 +439,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
         The other groups are the same in files of `Adam()` and of a wrapper around it, so each can load the other's.
         """
-        chain = [self, *descendants(self)]
+        chain = chain_of(self)
         kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
         return self._saved_wrapper_state if kept else None
 

@@ -14,9 +14,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("phase", some(["input", "forward", "callbacks"], ["input"]))
+@pytest.mark.parametrize("phase", some(["input", "forward", "callbacks", "message"], ["input"]))
 def test_the_slow_rank_is_named(phase):
-    printed = launch.processes(BACKEND, "slow_rank.py", 2, phase, 0.02, 2, timeout=200)
+    # Times of messages are compared between processes other than process 0, which receives them.
+    num_processes, seconds = (3, 0.005) if phase == "message" else (2, 0.02)
+    printed = launch.processes(BACKEND, "slow_rank.py", num_processes, phase, seconds, 2, timeout=200)
     text = printed if isinstance(printed, str) else printed[0]
     assert text.count("StepReport, epoch 1: Slow: rank") == 2
 

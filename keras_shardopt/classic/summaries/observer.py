@@ -27,7 +27,7 @@ from keras_shardopt.numerics import (
 from keras_shardopt.optimizers import GradientClipping
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.update import watch
-from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
+from keras_shardopt.wrapping.chain import base_optimizers, chain_of, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _Read = Callable[[], Gradients]
@@ -46,7 +46,7 @@ class Observer:
         self._stage_variables: dict[str, list[Variable]] = {}
         self._optimizer = optimizer
         self._every = every
-        chain = [o for o in [optimizer, *descendants(optimizer)] if isinstance(o, OptimizerWrapper)]
+        chain = [o for o in chain_of(optimizer) if isinstance(o, OptimizerWrapper)]
         last = chain[-1]
         changing = [o for o in chain if isinstance(o, (GradientClipping, LARC))]
         clipping = [o for o in changing if isinstance(o, GradientClipping)]

@@ -12,7 +12,7 @@ from keras_shardopt.classic.summaries.event_file import event_writer
 from keras_shardopt.classic.summaries.observer import Observer
 from keras_shardopt.classic.summaries.tags import PREFIX, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.numerics import Optimizer
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import chain_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -87,7 +87,7 @@ class Recorder:
     @property
     def num_micro_batches(self) -> int:
         """The number of micro-batches per update."""
-        chain = [self.optimizer, *descendants(self.optimizer)]
+        chain = chain_of(self.optimizer)
         steps = [getattr(o, "gradient_accumulation_steps", None) for o in chain if isinstance(o, OptimizerWrapper)]
         return next((k for k in steps if k), 1)
 

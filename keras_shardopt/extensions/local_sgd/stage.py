@@ -36,7 +36,7 @@ from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import transport_of
-from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.chain import base_optimizers, chain_of, descendants
 from keras_shardopt.wrapping.rollback import may_skip_updates, stamp
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -138,7 +138,7 @@ class LocalUpdates(ExtensionStage):
     def skips(self) -> bool:
         """Whether a replica can skip an update that other replicas make, so counters differ between replicas."""
         # Compute this anew in each call, because the answer of `MixedPrecision` changes when it creates master weights.
-        return any(map(may_skip_updates, [self._optimizer, *descendants(self._optimizer)]))
+        return any(map(may_skip_updates, chain_of(self._optimizer)))
 
     @property
     def restored(self) -> list[Variable]:
@@ -174,7 +174,7 @@ class LocalUpdates(ExtensionStage):
     def weights(self) -> list[Variable]:
         """Return the variables that replicas average: trainable variables, or master weights in mixed precision."""
         found = list(self._optimizer._trainable_variables)
-        for wrapper in [self._optimizer, *descendants(self._optimizer)]:
+        for wrapper in chain_of(self._optimizer):
             if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
                 found = wrapper._variables_inside(found)
         return found

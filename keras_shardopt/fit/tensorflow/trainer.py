@@ -34,7 +34,7 @@ from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_non
 from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of, step_of_call
 from keras_shardopt.numerics import Optimizer
 from keras_shardopt.update.losses import own_additional_losses
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import chain_of
 
 
 def prepare(model: Any) -> None:
@@ -112,9 +112,7 @@ class PreparedOnTensorFlow(PreparedModel):
         # training would miss that batch or get batches in another order. So take shapes from the dataset's spec.
         strategy = self.distribute_strategy
         with strategy.scope():
-            move_into_strategy(
-                [part for optimizer in optimizers_of(self) for part in (optimizer, *descendants(optimizer))]
-            )
+            move_into_strategy([part for optimizer in optimizers_of(self) for part in chain_of(optimizer)])
         step = step_of_call(self)
         if iterator is not None and (strategy.num_replicas_in_sync > 1 or step.divides_batches):
             dataset = iterator.data_adapter.get_tf_dataset()

@@ -3,7 +3,9 @@
 Arguments: the phase, seconds of delay, and the number of fits.
 """
 
+import contextlib
 import json
+import mmap
 import os
 import socket
 import sys
@@ -20,6 +22,7 @@ warnings.filterwarnings("ignore")
 PHASE, SECONDS, NUM_FITS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 WIDTH, NUM_STEPS = 128, 70
 is_slow = False
+line_is_slow = mmap.mmap(-1, 1)  # shared with the process that forwards messages
 
 
 def sleep(phase):
@@ -34,24 +37,34 @@ def slept(value):
 
 def forwarded(address):
     """An address on this machine whose bytes travel to and from `address`, later while this process is slow."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener, parent = socket.create_server(("127.0.0.1", 0)), os.getpid()
+    # In a process of its own, because TensorFlow holds Python's lock while it connects.
+    if os.fork() == 0:
+        forward(listener, address, parent)
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
-    def carry(origin, target):
-        while data := origin.recv(2**16):
-            sleep("message")
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
 
-    def accept():
-        host, _, port = address.rpartition(":")
-        while True:
+def forward(listener, address, parent):
+    host, _, port = address.rpartition(":")
+    listener.settimeout(0.5)
+    while os.getppid() == parent:
+        with contextlib.suppress(TimeoutError):
             near, _ = listener.accept()
-            far = socket.create_connection((host, int(port)))
+            far = None
+            while far is None:
+                with contextlib.suppress(ConnectionRefusedError):  # until process 0 listens
+                    far = socket.create_connection((host, int(port)))
             for ends in ((near, far), (far, near)):
                 threading.Thread(target=carry, args=ends, daemon=True).start()
+    os._exit(0)
 
-    threading.Thread(target=accept, daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+def carry(origin, target):
+    with contextlib.suppress(OSError):
+        while data := origin.recv(2**16):
+            time.sleep(SECONDS * line_is_slow[0])
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def forward_messages():
@@ -127,6 +140,7 @@ x = np.random.default_rng(0).normal(size=(24 * scope.num_processes, WIDTH)).asty
 for i in range(NUM_FITS):
     slow = 1 + i % (scope.num_processes - 1) if PHASE == "message" else i % scope.num_processes
     is_slow = slow == scope.process_id
+    line_is_slow[0] = is_slow
     report = ks.callbacks.StepReport(every=20)
     model.fit(Batches(), verbose=0, callbacks=[Sleeps(), report])
     found = None if report.slow is None else (report.slow.rank, report.slow.phase)
