@@ -3,19 +3,24 @@
 import contextlib
 import functools
 
+import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
+from keras import ops
 from promises.problems import steps
 from support import events, problem
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.backends import for_backend
 from keras_shardopt.classic.steps import optimize_loss as training
 from keras_shardopt.classic.steps.optimize_loss import TrainingStep
 from keras_shardopt.classic.summaries.tags import SUMMARIES
 
 pytestmark = pytest.mark.timeout(300)
+
+compiling = for_backend({"jax": "keras_shardopt.classic.steps.jax"})
 
 
 @functools.cache
@@ -48,6 +53,19 @@ def test_summaries_of_fit_on_replicas(tmp_path):
         assert [step for step, _ in values] == [step for step, _ in two[tag]] == [2, 4]
         for (_, value), (_, other) in zip(values, two[tag]):
             assert other == pytest.approx(value, rel=1e-4), tag
+
+
+@pytest.mark.backends("jax")
+def test_variables_keep_their_layout_in_a_step():
+    """Otherwise the second step compiles again, because the first one left the variable divided, like the batch."""
+    with ks.data_parallel(2):
+        copy = keras.Variable(np.zeros((4, 3), "float32"), trainable=False)
+        step = compiling.compile_step(lambda batch: [copy.assign(batch), ops.sum(batch)][1], [copy], None)
+        for number in (1.0, 2.0):
+            step(np.full((4, 3), number, "float32"))
+            assert copy.value.sharding.is_fully_replicated
+            np.testing.assert_array_equal(copy, number)
+    assert step._program({})._cache_size() == 1
 
 
 @pytest.mark.parametrize("config", some(steps.CONFIGS, ["everything"], "jax", "tensorflow"))

@@ -196,7 +196,7 @@ def test_a_distribution_set_after_the_model_was_built_is_refused():
 PLACED = ["before build", "after build", "values", "values, not compiled"]
 
 
-@pytest.mark.parametrize("placed", some(PLACED, ["after build"]))
+@pytest.mark.parametrize("placed", some(PLACED, ["after build", "values"]))
 def test_a_mesh_of_ones_own_is_refused(placed):
     """Nothing would be divided: which of its devices see rows of their own only a `keras.distribution` says."""
     replicated = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("batch",)), P())
