@@ -2,6 +2,7 @@
 # Installs SLURM (two nodes on this machine), Open MPI and MPICH on Debian, as root, for tests/promises/engines.
 # Does nothing if a SLURM runs already.
 set -eu
+PATH=$PATH:/usr/sbin:/sbin
 if command -v sinfo >/dev/null && timeout 20 sinfo >/dev/null 2>&1; then
     exit 0
 fi
