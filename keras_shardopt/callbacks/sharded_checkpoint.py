@@ -111,8 +111,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             warn(
                 "The directory of a `ShardedCheckpoint` should hold checkpoints of one training run. Received: "
                 f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model made only {step} updates. "
-                "Call `load_sharded` before `fit` to resume, or use another directory. `load_sharded` will restore the "
-                "checkpoints that this `fit` saves, because these are newer. `keep` deletes only new checkpoints."
+                "Call `load_sharded` before `fit` to resume, or use another directory. Otherwise, `load_sharded` will "
+                "restore what this `fit` saves last, and `keep` deletes only checkpoints of this `fit`."
             )
 
     def _list(self) -> list[str]:

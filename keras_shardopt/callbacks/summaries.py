@@ -196,8 +196,8 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # An update may use micro-batches of two epochs, so the batch that ends it is unknown. Each run of
-            # `num_micro_batches` batches ends one update, so measure in the last such run of the period.
+            # An update may use micro-batches of two epochs, so the batch that ends it is unknown. But any
+            # `num_micro_batches` successive batches end one update, so measure in the last ones of the period.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
         else:  # each optimizer may make several updates in a step, or none, so do not predict them
             for recorder in self._recorders.values():

@@ -19,12 +19,12 @@ _LONGEST_LINE = 1 << 20
 class Output:
     """Copies the output of processes to the streams of this process, with a prefix on each line.
 
-    A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process also moves.
+    A progress bar rewrites its line after a carriage return. On a terminal, the bar of the first process moves.
     In a file, and for other processes, only the final line of a bar is printed.
 
     Args:
         first: the process whose bars move.
-        log_dir: path or None. A directory with a file for the lines of each process, which are appended.
+        log_dir: path or None. A directory with one file per process, to which its lines are appended.
     """
 
     def __init__(self, first: int, log_dir: str | None = None) -> None:

@@ -25,7 +25,7 @@ def start(job: Job) -> int:
         store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         raise JobError(
-            "`--coordinator` must name this machine, with --node-rank 0, and a free port. "
+            "`--coordinator` must name the machine with --node-rank 0, which is this one, and a free port. "
             f"Received: {job.coordinator}. PyTorch's error is: {str(error).partition(chr(10))[0]}"
         ) from error
     return supervise(job, environments(job, host, store.port))

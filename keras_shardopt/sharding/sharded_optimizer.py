@@ -150,7 +150,7 @@ class ShardedState(OptimizerWrapper):
         """Write the state like the inner optimizer without a wrapper. All replicas must call this if state is divided.
 
         Raises:
-            RuntimeError: if another replica with divided state does not make this call in time. The limit is the
+            RuntimeError: if state is divided, and another replica does not make this call in time. The limit is the
                 `timeout` of the `data_parallel` scope, or a minute without one.
         """
         if self._shards is None and not self._lays_out_state:

@@ -39,7 +39,7 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 
 
 class GradientStateFinder:
-    """Determines how gradients arrive at the optimizer: per replica, divided, summed, or averaged (`GradientState`)."""
+    """Determines which `GradientState` gradients have as they arrive: of one replica, summed, or averaged, for example."""
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options

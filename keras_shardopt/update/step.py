@@ -155,7 +155,7 @@ class Stage:
         """Discard values of an unfinished update, because state was loaded or training resumes from another point."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, for files.
+        """Return the arguments of the constructor, which saved models contain.
 
         Raises:
             NotImplementedError: if the constructor has arguments and the class does not override this method.

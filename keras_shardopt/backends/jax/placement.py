@@ -48,7 +48,7 @@ def with_free_axes(shape: Sequence[int], axes: Axes, mesh: Mapping[str, int]) ->
         parts = [math.prod(mesh[name] for name in names) for names in divided]
         dimensions = sorted({d for d in chosen if d is not None})
         if all(shape[d] and shape[d] % parts[d] == 0 for d in dimensions):
-            # Prefer layouts with many parts. Among equals, add axes to few dimensions, then to undivided or early ones.
+            # Prefer layouts with many parts, then few changed dimensions, then undivided ones, then early ones.
             already = sum(bool(axes[d]) for d in dimensions)
             found.append((-math.prod(parts), len(dimensions), already, dimensions, divided))
     return min(found)[-1]
@@ -159,7 +159,7 @@ class JaxPlacement(Placement):
         copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
         meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
         if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
-            return np.zeros((1, len(values)), "uint64")  # variables are on one device, or on different meshes
+            return np.zeros((1, len(values)), "uint64")  # without a common mesh, there are no copies to compare
         mesh = meshes[0]
         found = _fingerprints_on(mesh)([values[i] for i in copied])
         rows = np.zeros((mesh.size, len(values)), "uint64")

@@ -128,8 +128,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def _on_host(tensor: Tensor) -> int:
-    # Products of 64-bit integers handle two words at a time, without temporary arrays. One pass starts at the first
-    # word, the other at the second. So the words (2i, 2i + 1) have factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
+    # The sum of all 32-bit words, each times another factor. Products of 64-bit integers handle two words at a time,
+    # without temporary arrays: one pass (`first`) begins at word 0, and another one (`second`) at word 1.
     first, second, over_chunks = _factors()
     data = _bytes(tensor).numpy()
     total = 0

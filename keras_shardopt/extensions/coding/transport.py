@@ -26,7 +26,7 @@ from keras_shardopt.wrapping.chain import base_optimizers
 _FACTOR = "compression_factor_"
 """Prefix of the keys of `PowerSGD` matrices in the dict `Step.notes`. The index of the variable follows."""
 
-# None except on TensorFlow. There, collectives cannot run inside a branch of `cond`, so `PowerSGD` has no warm-up.
+# Set on TensorFlow only, to refuse a warm-up of `PowerSGD`: collectives cannot run inside a branch of `cond` there.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 # PyTorch only: sends encoded gradients during the backward pass.

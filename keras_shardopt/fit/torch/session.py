@@ -286,9 +286,9 @@ class Session:
         return self._last_batch[phase]
 
     def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
-        """Send `num`, this rank's number of rows, unless ranks have agreed on the batch before.
+        """Send `num`, this rank's number of rows, unless an earlier exchange has covered this batch.
 
-        `num_equal` is the number of next batches that certainly have as many rows. They may need no exchange.
+        `num_equal` next batches certainly have `num` rows, too, so this exchange can cover these batches.
         """
         self._phase, self._is_part = phase, is_part
         if self._unreported.is_promised():
