@@ -185,7 +185,7 @@ def models_in_parts(processes, wrap=ks.CrossShard):
     whole = values(models[0])
     for rank, model in enumerate(models):
         with processes.being(rank):
-            next(o for o in [model.optimizer, *saving.descendants(model.optimizer)] if isinstance(o, InParts)).forget()
+            next(o for o in saving.chain_of(model.optimizer) if isinstance(o, InParts)).forget()
     assert np.isnan(values(models[0])[6]).any()
     return models, whole
 
