@@ -37,7 +37,7 @@ class Runtime:
         Each assignment in the loss (moving statistics, seeds) happens once.
 
         Args:
-            loss: returns the scalar, and an auxiliary tensor or None.
+            loss: returns the loss (a scalar), and an auxiliary tensor or None.
             variables: to differentiate with respect to.
             axis_name: the name of the replica axis, if each replica has its own loss. If None, `variables` may be
                 non-trainable.

@@ -112,7 +112,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "The directory of a `ShardedCheckpoint` should hold checkpoints of one training run. Received: "
                 f"{self.directory!r}, with {os.path.basename(later[-1])!r}, but the model made only {step} updates. "
                 "Call `load_sharded` before `fit` to resume, or use another directory. Otherwise, `load_sharded` will "
-                "restore what this `fit` saves last, and `keep` deletes only checkpoints of this `fit`."
+                f"restore what this `fit` saves last, and `keep` deletes no old checkpoint after update {step}."
             )
 
     def _list(self) -> list[str]:

@@ -110,7 +110,7 @@ class VariableClipping(OptimizerWrapper):
                 self.assign(variable, _clipped(ops.convert_to_tensor(variable), dims, self.max_norm))
 
     def _resolved(self, variables: Sequence[Variable]) -> dict[Any, tuple[int, ...]]:
-        """Return a dict from the `_var_key` of each variable to clip to its dimensions, as nonnegative ints."""
+        """Return the dims of each variable to clip, as nonnegative ints. The keys are the variables' `_var_key`."""
         paths = [_path(variable) for variable in variables]
         expressions = [pair for pair in self._keys if isinstance(pair[0], str) and pair[0] not in paths]
         found: dict[Any, tuple[int, ...]] = {}

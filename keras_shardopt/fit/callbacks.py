@@ -136,7 +136,7 @@ class BatchLogs:
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # Also True if `_shown` has no metrics to repeat, because a custom step has returned something else.
+        # Also True if `_shown` has no metrics to repeat: before the first `show`, or if a custom step returns others.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_without_readers(self, trains: bool) -> float:

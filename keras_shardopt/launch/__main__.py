@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nnodes",
         type=int,
         metavar="N",
-        help="The number of machines (default: 1, or the number of tasks if srun starts this launcher).",
+        help="The number of machines (default: 1, or the number of launchers if srun starts one on each machine).",
     )
     parser.add_argument(
         "--node-rank", type=int, default=0, metavar="I", help="The index of this machine, from 0 (default: 0)."

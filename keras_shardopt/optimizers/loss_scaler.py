@@ -307,7 +307,7 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
                 f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
                 f"Received: {value!r} (of type {type(value).__name__}).{fix}"
             )
-        # `faithful` accepts the values that OpenSeq2Seq accepts, but its first step fails with an int of 0.
+        # Check ints even if `faithful`, because OpenSeq2Seq fails with an int of 0 too, though only in its first step.
         if (kind is int or not faithful) and not sensible(value):
             raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
         checked[name] = kind(value)

@@ -191,7 +191,7 @@ class ScaledUpdate(OptimizerWrapper):
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # All replicas must decide alike, so replicas with separate programs exchange the results of their checks. If
-        # the user has set `gradients`, they exchange results too, because this argument may be wrong or differ.
+        # the user has set `gradients`, all replicas exchange results, because this argument may be wrong or differ.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (

@@ -189,8 +189,8 @@ class MixedPrecision(ScaledUpdate):
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
-        # Until this optimizer is built, the loss contains the penalties (such as `kernel_regularizer`). If this call
-        # builds it, these gradients contain those of the penalties already, so do not add them again.
+        # Before this optimizer is built, losses contain the penalties (such as `kernel_regularizer`). If a loss came
+        # before, and this call builds it, the gradients already contain those of the penalties, so do not add them.
         self._penalties_are_in_the_loss = not self.built and self._loss_came_before_build
         super().apply(grads, trainable_variables)
         self._penalties_are_in_the_loss = False

@@ -266,7 +266,7 @@ class _Run:
         self.shared_shapes = [tuple(v.shape) for v in self._shared]
         ranges = list(itertools.pairwise(np.cumsum([0, *[len(each) for each in made]])))
         self.names_of_parts = [names[start:stop] for start, stop in ranges]
-        # For each variable, a list of its slots. A slot is a tuple: one state variable for each piece of the variable.
+        # For each variable, a list of its slots. A slot is a tuple: one state variable for each part of the variable.
         self._slots = [list(zip(*slots[start:stop])) for start, stop in ranges]
         self.slot_names = [each[0] for each in self.names_of_parts]
         self.slots_are_shaped = [all(shaped[start:stop]) for start, stop in ranges]

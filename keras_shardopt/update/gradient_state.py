@@ -39,7 +39,7 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 
 
 class GradientStateFinder:
-    """Determines which `GradientState` incoming gradients have: of one replica, summed, or averaged, for example."""
+    """Determines the `GradientState` of incoming gradients: of one replica, summed, or averaged, for example."""
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options

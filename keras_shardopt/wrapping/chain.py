@@ -74,7 +74,7 @@ def descendants(optimizer: object) -> list[Any]:
 
 
 def chain_of(optimizer: object) -> list[Any]:
-    """Return `optimizer`, then every optimizer inside it, as `descendants` does."""
+    """Return `optimizer`, then every optimizer inside it in the order of `descendants`."""
     return [optimizer, *descendants(optimizer)]
 
 

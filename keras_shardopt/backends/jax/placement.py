@@ -159,7 +159,7 @@ class JaxPlacement(Placement):
         copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
         meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
         if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
-            return np.zeros((1, len(values)), "uint64")  # without a common mesh, there are no copies to compare
+            return np.zeros((1, len(values)), "uint64")  # there are no copies, or copies on different meshes
         mesh = meshes[0]
         found = _fingerprints_on(mesh)([values[i] for i in copied])
         rows = np.zeros((mesh.size, len(values)), "uint64")

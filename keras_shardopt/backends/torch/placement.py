@@ -128,7 +128,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def _on_host(tensor: Tensor) -> int:
-    # The sum of all 32-bit words, each times another factor. Products of 64-bit integers handle two words at a time,
+    # The sum of all 32-bit words, each times its own factor. Products of 64-bit integers handle two words at a time,
     # without temporary arrays: one pass (`first`) begins at word 0, and another one (`second`) at word 1.
     first, second, over_chunks = _factors()
     data = _bytes(tensor).numpy()
@@ -147,6 +147,7 @@ def _on_host(tensor: Tensor) -> int:
 def _on_device(tensor: Tensor) -> Tensor:
     first, second, over_chunks = (torch.from_numpy(factors).to(tensor.device) for factors in _factors())
     before = torch.cat([torch.zeros_like(second[:1]), second[:-1]])
+    # In `_on_host`, words 2i and 2i + 1 have the factors a_i + 2**32 * b_{i-1} and b_i + 2**32 * a_i.
     factors = torch.stack([first + (before << 32), second + (first << 32)], 1).view(-1)
     data = _bytes(tensor)
     words = torch.nn.functional.pad(data, (0, -len(data) % (4 * _CHUNK))).view(torch.int32).view(-1, _CHUNK)

@@ -307,7 +307,8 @@ def wait_for(work: Any, announcement: int = 0, call: str = "") -> None:
     """Wait for a collective, and check from time to time whether another rank has left with an error.
 
     Before most collectives, ranks announce their calls to compare them. `announcement` is the number of this rank's
-    announcement if `work` sends one, otherwise 0. `call` describes a collective without one, as in a custom loop.
+    announcement if `work` sends one, otherwise 0. `call` describes a collective that was not announced, as in a custom
+    loop.
 
     Raises:
         RuntimeError: if the collective fails, or another rank has left `fit` with an error.

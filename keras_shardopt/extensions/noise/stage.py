@@ -57,7 +57,7 @@ class GradientNoise(Stage):
         self._averages.add_micro_batch(_squared_norm(step) if comm.num_replicas == 1 else 0.0, starts)
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """Note means over replicas for `commit`: of squared norms, of uneven shares of rows (1 if uneven), of rows."""
+        """Add to `notes` the means over replicas of the squared norm, of 1 if rows are uneven (else 0), and of rows."""
         square, rows = self._averages.mean_of_parts(lambda: _squared_norm(step), comm.num_replicas)
         own = ops.stack([square, ops.cast(abs(step.weight * step.row_share - 1) > 1e-5, "float32"), rows])
         return step.replace(notes={**step.notes, "noise": comm.all_reduce([own], "mean")[0]})

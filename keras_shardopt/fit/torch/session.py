@@ -286,9 +286,10 @@ class Session:
         return self._last_batch[phase]
 
     def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
-        """Send `num`, this rank's number of rows, unless an earlier exchange has covered this batch.
+        """Send `num`, the rows of this rank's batch, unless an earlier exchange has covered this batch.
 
-        `num_equal` next batches certainly have `num` rows, too, so this exchange can cover these batches.
+        Wait for the other ranks' numbers unless the step can begin without them. This exchange can also cover the next
+        `num_equal` batches, because these certainly have `num` rows too.
         """
         self._phase, self._is_part = phase, is_part
         if self._unreported.is_promised():

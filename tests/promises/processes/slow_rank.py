@@ -40,7 +40,10 @@ def forwarded(address):
     listener, parent = socket.create_server(("127.0.0.1", 0)), os.getpid()
     # In a process of its own, because TensorFlow holds Python's lock while it connects.
     if os.fork() == 0:
-        forward(listener, address, parent)
+        try:
+            forward(listener, address, parent)
+        finally:
+            os._exit(0)
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
@@ -51,12 +54,15 @@ def forward(listener, address, parent):
         with contextlib.suppress(TimeoutError):
             near, _ = listener.accept()
             far = None
-            while far is None:
-                with contextlib.suppress(ConnectionRefusedError):  # until process 0 listens
+            while far is None and os.getppid() == parent:
+                try:
                     far = socket.create_connection((host, int(port)))
+                except ConnectionRefusedError:  # until process 0 listens
+                    time.sleep(0.05)
+            if far is None:
+                return
             for ends in ((near, far), (far, near)):
                 threading.Thread(target=carry, args=ends, daemon=True).start()
-    os._exit(0)
 
 
 def carry(origin, target):
