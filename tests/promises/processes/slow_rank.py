@@ -21,12 +21,11 @@ import keras_shardopt as ks
 warnings.filterwarnings("ignore")
 PHASE, SECONDS, NUM_FITS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 WIDTH, NUM_STEPS = 128, 70
-is_slow = False
-line_is_slow = mmap.mmap(-1, 1)  # shared with the process that forwards messages
+is_slow = mmap.mmap(-1, 1)  # 0 or 1; shared with the process that forwards messages
 
 
 def sleep(phase):
-    if is_slow and phase == PHASE:
+    if is_slow[0] and phase == PHASE:
         time.sleep(SECONDS)
 
 
@@ -68,7 +67,7 @@ def forward(listener, address, parent):
 def carry(origin, target):
     with contextlib.suppress(OSError):
         while data := origin.recv(2**16):
-            time.sleep(SECONDS * line_is_slow[0])
+            time.sleep(SECONDS * is_slow[0])
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
 
@@ -145,8 +144,7 @@ with ks.data_parallel() as scope:
 x = np.random.default_rng(0).normal(size=(24 * scope.num_processes, WIDTH)).astype("float32")
 for i in range(NUM_FITS):
     slow = 1 + i % (scope.num_processes - 1) if PHASE == "message" else i % scope.num_processes
-    is_slow = slow == scope.process_id
-    line_is_slow[0] = is_slow
+    is_slow[0] = slow == scope.process_id
     report = ks.callbacks.StepReport(every=20)
     model.fit(Batches(), verbose=0, callbacks=[Sleeps(), report])
     found = None if report.slow is None else (report.slow.rank, report.slow.phase)
