@@ -52,6 +52,19 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def device_name() -> str:
+    """The model of the GPU, or "no GPU"."""
+    if not on_gpu():
+        return "no GPU"
+    if keras.config.backend() == "torch":
+        import torch
+
+        return torch.cuda.get_device_name()
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
 def updates(optimizer: keras.optimizers.Optimizer, grads: list[Any]) -> Callable[[], None]:
     """Updates new weights repeatedly; on JAX compiled, with donated memory."""
     variables = [keras.Variable(ops.zeros_like(grad)) for grad in grads]
@@ -165,7 +178,7 @@ def main() -> None:
         raise SystemExit("This benchmark needs a GPU that the backend sees; `--quick` runs without.")
     sizes = [1600] if arguments.quick else [int(number) for number in arguments.weights]
     rounds = 2 if arguments.quick else arguments.rounds
-    text = [check(), *[update_table(number, rounds) for number in sizes]]
+    text = [f"{device_name()}. {check()}", *[update_table(number, rounds) for number in sizes]]
     text.append(fit_table(*((16, 4, 2) if arguments.quick else (1024, 512, 10)), rounds))
     backend = keras.config.backend()
     timing.report(

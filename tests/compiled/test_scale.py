@@ -108,6 +108,17 @@ def test_state_is_divided_over_both_axes_of_a_mesh(target, width, shard_state, t
             assert sent[kind] == pytest.approx(kernels / 4, rel=0.05)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["h100:1", "tpu:v5e:1x1"])
+def test_one_device_exchanges_nothing(target, tmp_path):
+    done = command(tmp_path, "--json", target)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    assert found["collectives"] == []
+    assert found["flops"] > 0
+    assert found["memory_bytes"]["arguments"] > 3 * found["weights_bytes"]
+
+
 def test_a_plot_needs_several_targets(tmp_path):
     done = command(tmp_path, "--plot", "scale.png", "h100:8")
     assert done.returncode == 2

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from keras.src.backend.jax import Variable
 
 from keras_shardopt.compile_for import hlo
@@ -54,10 +54,10 @@ def missing_packages(target: Target) -> list[str]:
     """Returns the names of the packages that this target needs and that are not installed."""
     if target.device.platform == "tpu":
         return [] if importlib.util.find_spec("libtpu") else ["libtpu"]
-    version = jax.__version__
-    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12"):
+    plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13") if importlib.util.find_spec("jax_plugins") else ()
+    if any(map(importlib.util.find_spec, plugins)):
         return []
-    return [f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}"]
+    return [f"jax-cuda12-plugin=={jax.__version__}", f"jax-cuda12-pjrt=={jax.__version__}"]
 
 
 def use_cpu_devices(number: int) -> None:
@@ -127,8 +127,7 @@ def _shape(value: Any) -> Any:
 
 def compiled(step: FirstStep, target: Target) -> Compiled:
     """Compiles the step for the target's devices."""
-    mesh = _mesh(step.arguments, target)
-    shardings = jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]
+    shardings = _shardings(step, target)
     plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), step.arguments)
     begin = time.perf_counter()
     donated = step.options.get("donate_argnums", ())
@@ -162,12 +161,15 @@ def _num_bytes(value: Any) -> int:
     return int(np.prod(value.shape)) * value.dtype.itemsize
 
 
-def _mesh(arguments: Any, target: Target) -> Mesh:
-    """Returns the target's devices in a mesh with the axes of the program's mesh."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
-    own = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
-    names, shape = (("batch",), (target.num_devices,)) if own is None else (own.axis_names, own.devices.shape)
-    return Mesh(np.array(_devices(target)).reshape(shape), names)
+def _shardings(step: FirstStep, target: Target) -> Any:
+    """Returns the shardings of the step's arguments on the target's devices."""
+    devices = _devices(target)
+    own = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(step.arguments))
+    mesh = next((each.mesh for each in own if isinstance(each, NamedSharding)), None)
+    if mesh is None:  # the program uses one device
+        return SingleDeviceSharding(devices[0])
+    mesh = Mesh(np.array(devices).reshape(mesh.devices.shape), mesh.axis_names)
+    return jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]
 
 
 def _devices(target: Target) -> Any:

@@ -50,6 +50,17 @@ def test_missing_packages_are_named(target, packages, monkeypatch, capsys):
     assert message.endswith(f"is not installed. Run `pip install {packages.format(jax.__version__)}`.")
 
 
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_the_plugin_of_either_cuda_version_serves(cuda, monkeypatch):
+    from keras_shardopt.compile_for.jax import step
+    from keras_shardopt.compile_for.targets import parse
+
+    installed = {"jax_plugins", f"jax_plugins.xla_cuda{cuda}"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert step.missing_packages(parse("h100:1")) == []
+
+
 @pytest.fixture
 def program(monkeypatch, tmp_path):
     """Makes a program that runs on this process's devices."""
