@@ -54,9 +54,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement")
+    parser.add_argument("--width", type=int, default=512, help="width of the layers")
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
-    width, rounds = (16, 2) if arguments.quick else (512, arguments.rounds)
+    width, rounds = (16, 2) if arguments.quick else (arguments.width, arguments.rounds)
     number, backend = arguments.replicas, keras.config.backend()
     runs, reports = {}, []
     with ks.data_parallel(number, prepare=False):
@@ -76,7 +77,9 @@ def main() -> None:
     module = importlib.import_module(backend)
     timing.report(
         f"A step of fit on {number} replica{'s' if number > 1 else ''} of {backend}, 4 x Dense({width}), {ROWS} rows",
-        f"KERAS_BACKEND={backend} python benchmarks/fit.py --replicas {number}{' --cpu' * arguments.cpu}",
+        f"KERAS_BACKEND={backend} python benchmarks/fit.py --replicas {number}"
+        + (f" --width {width}" if width != 512 else "")
+        + " --cpu" * arguments.cpu,
         "\n\n".join([timing.table(seconds, ["Adam"], arguments.steps), *(f"```\n{text}\n```" for text in reports)]),
         {"Keras": keras.__version__, backend: module.__version__},
         arguments.write,

@@ -32,6 +32,13 @@ def kinds() -> dict[str, tuple]:
         "adam": (lambda: o.Adam(RATE), optax.adam(RATE)),
         "adamw": (lambda: o.AdamW(RATE, weight_decay=4e-3), optax.adamw(RATE, weight_decay=4e-3)),
         "sgd": (lambda: o.SGD(RATE, momentum=0.9), optax.sgd(RATE, momentum=0.9)),
+        "adagrad": (lambda: o.Adagrad(RATE), optax.adagrad(RATE)),
+        "rmsprop": (lambda: o.RMSprop(RATE), optax.rmsprop(RATE)),
+        "adamax": (lambda: o.Adamax(RATE), optax.adamax(RATE)),
+        "nadam": (lambda: o.Nadam(RATE), optax.nadam(RATE)),
+        "adadelta": (lambda: o.Adadelta(RATE), optax.adadelta(RATE, rho=0.95)),
+        "lamb": (lambda: o.Lamb(RATE), optax.lamb(RATE)),
+        "lion": (lambda: o.Lion(RATE), optax.lion(RATE)),
     }
 
 
@@ -74,8 +81,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     parser.add_argument("--rounds", type=int, default=21, help="repetitions of each measurement")
+    parser.add_argument("--size", type=int, default=1024, help="rows and columns of each of the 16 matrices")
     arguments = parser.parse_args()
-    size, rounds = (64, 2) if arguments.quick else (1024, arguments.rounds)
+    size, rounds = (64, 2) if arguments.quick else (arguments.size, arguments.rounds)
     random = np.random.default_rng(0)
     values = [jax.numpy.asarray(0.1 * random.normal(size=(size, size)), "float32") for _ in range(16)]
     grads = [0.1 * value for value in values]
@@ -88,8 +96,8 @@ def main() -> None:
         }
         text.append(timing.table(timing.in_turns(runs, rounds), list(runs)[:2]))
     timing.report(
-        f"Updates of {sum(value.size for value in values) / 1e6:.1f} million parameters on JAX",
-        "python benchmarks/jax_update.py",
+        f"Updates of {sum(value.size for value in values) / 1e6:.3g} million parameters on JAX",
+        "python benchmarks/jax_update.py" + (f" --size {size}" if size != 1024 else ""),
         "\n\n".join(text),
         {"Keras": keras.__version__, "JAX": jax.__version__, "optax": optax.__version__},
         arguments.write,

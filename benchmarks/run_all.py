@@ -36,6 +36,7 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     *[("torch", "checkpoints.py --rounds 6", [*TORCHRUN, ranks]) for ranks in ("2", "4")],
     ("torch", "torch_update.py --threads 1", []),
     ("jax", "jax_update.py", []),
+    ("tensorflow", "tensorflow_update.py", []),
     *[(backend, "fit.py", []) for backend in ("jax", "tensorflow", "torch")],
     ("jax", "fit.py --replicas 8", []),
     ("tensorflow", "fit.py --replicas 2", []),

@@ -49,10 +49,11 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--only", nargs="*", default=list(kinds()), choices=kinds(), help="optimizers to measure")
     parser.add_argument("--threads", type=int, default=0, help="number of threads (default: PyTorch's choice)")
+    parser.add_argument("--size", type=int, default=1024, help="rows and columns of each of the 16 matrices")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    size, rounds = (64, 2) if arguments.quick else (1024, arguments.rounds)
+    size, rounds = (64, 2) if arguments.quick else (arguments.size, arguments.rounds)
     shapes = [(size, size)] * 16
     random = torch.Generator().manual_seed(0)
     grads = [0.01 * torch.randn(shape, generator=random) for shape in shapes]
@@ -83,8 +84,9 @@ def main() -> None:
         text.append(timing.table(seconds, [next(iter(runs))]))
     number = sum(grad.numel() for grad in grads)
     timing.report(
-        f"Updates of {number / 1e6:.1f} million parameters on PyTorch",
+        f"Updates of {number / 1e6:.3g} million parameters on PyTorch",
         "python benchmarks/torch_update.py"
+        + (f" --size {size}" if size != 1024 else "")
         + (f" --threads {arguments.threads}" if arguments.threads else "")
         + (" --cpu" if arguments.cpu else ""),
         "\n\n".join(text),
