@@ -77,7 +77,11 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
 
 def is_faster(optimizer: Optimizer, exactly: bool, variables: Sequence[Variable]) -> bool:
     """Whether `fused` speeds up updates of these variables. `exactly` requires results bitwise identical to Keras'."""
-    return is_elementwise(optimizer) and (not exactly or pieces_are_faster(variables))
+    if not is_elementwise(optimizer) or (type(optimizer) is torch_sgd.SGD and optimizer.momentum == 0):
+        return False
+    # These rules are faster than Keras' for any size: two are kernels, and Keras' Nadam reads two numbers.
+    is_fast = not exactly and _rule_of(optimizer) in (_adam, _momentum, _nadam)
+    return is_fast or pieces_are_faster(variables)
 
 
 class _FusedStep:
@@ -257,17 +261,10 @@ def _infinite_step(device: torch.device) -> Tensor:
 # -- SGD -----------------------------------------------------------------------------------------------------------
 
 
-def _sgd_rule(optimizer: keras.optimizers.SGD) -> _Rule:
+def _sgd_rule(optimizer: keras.optimizers.SGD) -> _Rule | None:
     if optimizer.momentum == 0:
-        return _sgd
+        return None  # on CPUs, Keras' single operation is faster than PyTorch's kernel
     return _nesterov if optimizer.nesterov else _momentum
-
-
-def _sgd(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
-    del optimizer
-    rate = _as_float(learning_rate)
-    for weights, grads in columns.lists():
-        _fused_sgd(weights, grads, [], momentum=0.0, lr=rate, dampening=0.0)
 
 
 def _momentum(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
@@ -277,17 +274,22 @@ def _momentum(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Colu
     dampening = 1.0 + rate
     if abs((dampening - 1.0) - rate) <= 1e-7 * abs(rate):
         for weights, grads, momentums in columns.lists():
-            _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
+            torch._fused_sgd_(
+                weights,
+                grads,
+                momentums,
+                weight_decay=0.0,
+                momentum=optimizer.momentum,
+                lr=-1.0,
+                dampening=dampening,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
         return
     # The rate is so small that the dampening, 1 + rate, loses its digits. So compute without the kernel.
     for w, g, m in columns.pieces():
         w.add_(m.mul_(optimizer.momentum).add_(g, alpha=-rate))
-
-
-def _fused_sgd(weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor], **options: float) -> None:
-    torch._fused_sgd_(
-        weights, grads, momentums, weight_decay=0.0, nesterov=False, maximize=False, is_first_step=False, **options
-    )
 
 
 def _nesterov(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
