@@ -77,7 +77,7 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
 
 def is_faster(optimizer: Optimizer, exactly: bool, variables: Sequence[Variable]) -> bool:
     """Whether `fused` speeds up updates of these variables. `exactly` requires results bitwise identical to Keras'."""
-    if not is_elementwise(optimizer) or (type(optimizer) is torch_sgd.SGD and optimizer.momentum == 0):
+    if not is_elementwise(optimizer) or (isinstance(optimizer, torch_sgd.SGD) and optimizer.momentum == 0):
         return False
     # These rules are faster than Keras' for any size: two are kernels, and Keras' Nadam reads two numbers.
     is_fast = not exactly and _rule_of(optimizer) in (_adam, _momentum, _nadam)
