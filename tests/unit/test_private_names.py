@@ -741,6 +741,16 @@ def test_names_in_the_jax_trainer():
 
 
 @pytest.mark.backends("tensorflow")
+def test_the_format_of_a_trace_of_tensorflow():
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+
+    plane = XSpace.FromString(XSpace().SerializeToString()).planes.add()
+    line = plane.lines.add(name="tf_Compute", timestamp_ns=3)
+    line.events.add(metadata_id=5, offset_ps=7, duration_ps=9)
+    assert plane.event_metadata[5].name == plane.name == "" and (plane.id, line.id) == (0, 0)
+
+
+@pytest.mark.backends("tensorflow")
 def test_the_tensorflow_trainer_builds_from_a_batch():
     from keras.src.backend.tensorflow import trainer
 

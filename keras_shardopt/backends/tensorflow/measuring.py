@@ -1,10 +1,18 @@
-"""Measures how long a read from the job's key-value store takes, and profiles a worker."""
+"""Measures how long a read from the job's key-value store takes, and profiles a worker.
+
+Private names of TensorFlow touched here (test_private_names.py checks that it exists):
+    `tensorflow.tsl.profiler.protobuf.xplane_pb2.XSpace` - the format of a trace.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -26,3 +34,23 @@ def start_profile(folder: str) -> Callable[[], None]:
     """Start the profiler. Return a function that stops it and writes the trace to the folder."""
     tf.profiler.experimental.start(folder)
     return tf.profiler.experimental.stop
+
+
+def operations(folder: str) -> Iterator[tuple[Any, str, float, float]]:
+    """Yield the operations of a trace: thread or stream, name, and the seconds at which it begins and ends."""
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # not in all versions
+
+    files = glob.glob(os.path.join(glob.escape(folder), "plugins", "profile", "*", "*.xplane.pb"))
+    with open(max(files, key=os.path.getmtime), "rb") as file:
+        planes = XSpace.FromString(file.read()).planes
+    on_device = [each for each in planes if each.name.startswith("/device:") and each.lines]
+    for plane in on_device or planes:
+        for line in plane.lines:
+            if not line.name.startswith(("Stream", "XLA Ops")) if on_device else line.name.startswith("tf_data"):
+                continue  # a line of whole programs or steps, or a thread that loads batches
+            for each in line.events:
+                name = plane.event_metadata[each.metadata_id].name
+                kind = re.fullmatch(r"[^:\s]+:(\w+)", name)  # of an operation on the host: "dense/MatMul:MatMul"
+                if on_device or kind:
+                    begin = 1e-9 * line.timestamp_ns + 1e-12 * each.offset_ps
+                    yield (plane.id, line.id), kind[1] if kind else name, begin, begin + 1e-12 * each.duration_ps
