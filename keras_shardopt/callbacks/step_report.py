@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,12 +20,12 @@ from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import is_prepared, layers_of
 from keras_shardopt.backends.phases import Recorder, timed
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.callbacks import slow_ranks
+from keras_shardopt.callbacks import slow_ranks, trace_summary
 from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
 from keras_shardopt.checkpoint.saving import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
 
-# The backend's functions that time a message to process 0, and that start the framework's profiler.
+# The backend's functions that time a message to process 0, start the framework's profiler, and read its trace.
 _measuring: Any = for_backend(
     {name: f"keras_shardopt.backends.{name}.measuring" for name in ("tensorflow", "jax", "torch")}
 )
@@ -68,7 +69,9 @@ class StepReport(keras.callbacks.Callback):
         threshold: float > 0 (default 0.1). A process is slow if its extra time in a phase exceeds this part of a step.
         windows: int >= 1 (default 3). The number of successive windows to compare.
         profile_step: int >= 1 or None (default). The batch of `fit`, counted from 1, that the framework's profiler
-            records. Each process writes a trace to the folder `<to>.trace/rank-<number>`.
+            records. Each process writes a trace to the folder `<to>.trace/rank-<number>`. After the epoch, process 0
+            prints how much of that step is computing, exchange between processes, copies between host and device, and
+            idle, and the operations that take longest. It writes the same to `<to>.trace/summary.json`.
 
     Raises:
         TypeError, ValueError: if an argument is not as above, or `profile_step` lacks `to`; when training begins, if
@@ -110,12 +113,15 @@ class StepReport(keras.callbacks.Callback):
             if to is None:
                 raise ValueError(f"`profile_step` needs the path `to`. Received: profile_step={profile_step}, to=None")
         self.profile_step = profile_step
+        # The steps to wait for, because steps that run in the background must end before the profiler starts or stops.
+        self._awaited = () if profile_step is None else (profile_step - 1, profile_step)
         self.slow: Slow | None = None
         """The slow process of the last `fit` (`rank`, `phase`, `seconds`, and the seconds of `others`), or None."""
         self._recorder = Recorder("callbacks")
         self._is_paused = False
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
-        self._end_profile: Callable[[], None] = lambda: None
+        self._stop: Callable[[], None] | None = None  # stops the profiler, if it runs
+        self._traced: dict[str, Any] | None = None
 
     def set_model(self, model: Any) -> None:
         """Stores the model in another attribute, because on JAX, reading `self.model` copies the training state."""
@@ -146,7 +152,7 @@ class StepReport(keras.callbacks.Callback):
         self._num_steps = self._num_in_window = self._most = 0
         self._tables: list[tuple[np.ndarray, int]] = []
         self._of_epoch: list[tuple[np.ndarray, int]] = []
-        self.slow = None
+        self.slow = self._traced = None
         with raising_together():
             if self.to is not None and self._rank == 0:
                 open(self.to, "a", encoding="utf-8").close()  # fail now, not after many steps
@@ -174,10 +180,13 @@ class StepReport(keras.callbacks.Callback):
         self._num_steps += 1
         self._num_in_window += 1
         if self._num_steps == self.profile_step:
-            self._end_profile = _measuring.start_profile(os.path.join(f"{self.to}.trace", f"rank-{self._rank}"))
+            self._folder = os.path.join(f"{self.to}.trace", f"rank-{self._rank}")
+            self._stop = _measuring.start_profile(self._folder)
+            self._since = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prints two lines about the epoch."""
+        """Prints two lines about the epoch, and a summary of the traced step."""
+        self._stop_profile()
         if self._num_steps > _NUM_UNMEASURED and self._num_in_window:
             self._close_window()
         if self._of_epoch and self._rank == 0:
@@ -186,11 +195,21 @@ class StepReport(keras.callbacks.Callback):
             for line in slow_ranks.summary(mean, self.slow, self._is_hidden, is_compared):
                 print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
         self._of_epoch = []
+        if self._traced is not None:
+            ranks = processes.gather_objects(self._traced) if self._is_shared else [self._traced]
+            self._traced = None
+            if self._rank == 0:
+                for line in trace_summary.lines(self.profile_step or 0, ranks):
+                    print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
+                path = os.path.join(f"{self.to}.trace", "summary.json")
+                with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # it is printed anyway
+                    json.dump({"step": self.profile_step, "ranks": ranks}, file)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Pauses the measurement during a validation."""
         self._is_paused = self._recorder.is_active()
         if self._is_paused:
+            self._stop_profile()
             self._recorder.pause()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -210,8 +229,13 @@ class StepReport(keras.callbacks.Callback):
         self._write = self._timed = None
 
     def _stop_profile(self) -> None:
-        end, self._end_profile = self._end_profile, lambda: None
-        end()
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            seconds = time.perf_counter() - self._since
+            self._recorder.pause()  # a trace can take seconds to write and to read
+            stop()
+            self._traced = trace_summary.summarize(_measuring.operations(self._folder), seconds)
+            self._recorder.start()
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the training function `real`, and measures its phases."""
@@ -226,7 +250,8 @@ class StepReport(keras.callbacks.Callback):
                 with timed("input"):
                     data = itertools.chain([next(data)], _timed_input(data))
             found = real(*state, data)
-            if waits:  # waiting here costs nothing, because all processes wait before the next step
+            # Waiting costs nothing if all processes wait before the next step.
+            if waits or self._num_steps in self._awaited:
                 keras.tree.map_structure(keras.ops.convert_to_numpy, found[0] if state else found)
             return found
 

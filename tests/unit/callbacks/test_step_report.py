@@ -10,7 +10,7 @@ from support import events, problem
 
 import keras_shardopt as ks
 from keras_shardopt.backends import phases
-from keras_shardopt.callbacks import slow_ranks
+from keras_shardopt.callbacks import slow_ranks, step_report, trace_summary
 from keras_shardopt.callbacks.slow_ranks import PHASES, PROBES
 
 COLUMNS = (*PHASES, *PROBES)
@@ -138,6 +138,107 @@ def test_times_of_one_process(tmp_path, capsys):
     assert "StepReport, epoch 1: " in printed and "One process" in printed and "input" in printed
     assert report.slow is None and not hasattr(model.train_function, "real")
     assert any(file.stat().st_size for file in (tmp_path / "steps.jsonl.trace" / "rank-0").rglob("*") if file.is_file())
+
+
+class IsStopped(keras.callbacks.Callback):
+    """Checks that no profiler runs during a validation."""
+
+    def __init__(self, report):
+        super().__init__()
+        self.report = report
+
+    def on_test_begin(self, logs=None):
+        assert self.report._stop is None
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_traced_step_is_summarized(tmp_path, capsys, sleeps):
+    model = keras.Sequential([keras.Input((1024,)), keras.layers.Dense(1024), keras.layers.Dense(64)])
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    x = np.ones((8 * 64, 1024), "float32")
+    step = 8 if sleeps else 6  # a validation follows step 8; nothing waits for step 6 on JAX except the report
+    report = ks.callbacks.StepReport(to=tmp_path / "steps.jsonl", profile_step=step)
+    callbacks = [report, *[Sleeps()] * sleeps, IsStopped(report)]
+    held_out = x[:64], x[:64, :64]
+    model.fit(x, x[:, :64], batch_size=64, validation_data=held_out, callbacks=callbacks, verbose=0)
+    found = json.loads((tmp_path / "steps.jsonl.trace" / "summary.json").read_text())
+    (rank,) = found["ranks"]
+    assert found["step"] == step
+    assert rank["ms"] * rank["idle"] > (1.9e3 * SLEEP if sleeps else 0)
+    shares = [rank[kind] for kind in (*trace_summary.KINDS, "idle")]
+    assert rank["computing"] > 0 and sum(shares) == pytest.approx(1, abs=1e-3)
+    names = " ".join(operation["name"] for operation in rank["operations"])
+    products = {"torch": ["aten::mm"], "jax": ["dot", "ynn_fusion"], "tensorflow": ["MatMul"]}[keras.config.backend()]
+    assert any(name in names for name in products)
+    printed = capsys.readouterr().out
+    assert f"StepReport, epoch 1: Traced step {step}: {rank['ms']:.3g} ms: " in printed
+    assert f"StepReport, epoch 1: Traced step {step}, most own time: {names.split()[0]} " in printed
+
+
+def summary(*operations, ms=20):
+    """The summary of a step with operations of thread, name, and ms."""
+    return trace_summary.summarize([(thread, name, 1e-3 * a, 1e-3 * b) for thread, name, a, b in operations], 1e-3 * ms)
+
+
+def shares(*operations):
+    found = summary(*operations)
+    return [found[kind] for kind in (*trace_summary.KINDS, "idle")]
+
+
+@pytest.mark.neutral
+def test_of_operations_at_the_same_time_computing_counts_first():
+    found = summary(
+        (1, "aten::linear", 0, 10),
+        (1, "aten::mm", 2, 6),
+        (1, "aten::mm", 7, 9),
+        (2, "gloo:all_reduce", 8, 14),
+        (3, "Memcpy HtoD (Pageable -> Device)", 13, 16),
+    )
+    times = [
+        {"name": "aten::mm", "count": 2, "ms": 6.0},
+        {"name": "gloo:all_reduce", "count": 1, "ms": 6.0},
+        {"name": "aten::linear", "count": 1, "ms": 4.0},
+        {"name": "Memcpy HtoD (Pageable -> Device)", "count": 1, "ms": 3.0},
+    ]
+    assert found == {
+        "ms": 20.0, "computing": 0.5, "exchange": 0.2, "copies": 0.1, "idle": 0.2, "operations": times
+    }  # fmt: skip
+
+
+@pytest.mark.neutral
+def test_time_inside_another_operation_counts_for_the_inner_one():
+    assert shares((1, "hook", 0, 10), (1, "c10d::broadcast_", 2, 6)) == [0.3, 0.2, 0.0, 0.5]
+    assert shares((1, "hook", 0, 10), (1, "c10d::broadcast_", 0, 10)) == [0.0, 0.5, 0.0, 0.5]
+    assert shares((1, "a", 0, 10), (1, "ncclDevKernel_AllReduce", 6, 12), (1, "b", 8, 9)) == [0.35, 0.25, 0.0, 0.4]
+    assert shares((1, "a", 0, 40)) == [1.0, 0.0, 0.0, 0.0]  # longer than the step by another clock
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[(name, "exchange") for name in ("gloo:broadcast", "c10d::_allgather_base_", "ncclDevKernel_Broadcast")],
+        *[(name, "exchange") for name in ("all-reduce", "reduce-scatter", "collective-permute", "all-to-all")],
+        *[(name, "exchange") for name in ("CollectiveReduceV2", "NcclAllReduce", "CollectiveBcastSendV2")],
+        *[(name, "copies") for name in ("Memcpy DtoH (Device -> Pinned)", "MemcpyH2D", "MemcpyD2H", "infeed")],
+        *[(name, "computing") for name in ("broadcast", "reduce", "copy", "aten::copy_", "BroadcastTo", "MemcpyD2D")],
+    ],
+)
+def test_kinds_of_operations(name, kind):
+    assert summary((1, name, 0, 5))[kind] == 0.25
+
+
+@pytest.mark.neutral
+def test_an_error_of_a_summary_is_one_line(tmp_path, capsys, monkeypatch):
+    def fails(folder):
+        yield 1, "aten::mm", 0.0, 1e-6
+        raise KeyError("planes")
+
+    monkeypatch.setattr(step_report._measuring, "operations", fails)
+    fit(compiled(), ks.callbacks.StepReport(to=tmp_path / "steps.jsonl", profile_step=3))
+    assert "StepReport, epoch 1: Traced step 3: no summary: KeyError('planes')\n" in capsys.readouterr().out
+    found = summary()
+    assert list(trace_summary.lines(3, [found])) == ["Traced step 3: no summary: the trace has no operations"]
 
 
 @pytest.mark.neutral
