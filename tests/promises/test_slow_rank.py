@@ -1,4 +1,6 @@
-"""`StepReport` names the slow process of a job, and its slow phase, on every process."""
+"""`StepReport` names the slow process of a job, and its slow phase, on every process. It summarizes a trace of each."""
+
+import json
 
 import keras
 import pytest
@@ -21,6 +23,17 @@ def test_the_slow_rank_is_named(phase):
     printed = launch.processes(BACKEND, "slow_rank.py", num_processes, phase, seconds, 2, timeout=200)
     text = printed if isinstance(printed, str) else printed[0]
     assert text.count("StepReport, epoch 1: Slow: rank") == 2
+
+
+def test_the_trace_of_each_rank_is_summarized(tmp_path):
+    printed = launch.processes(BACKEND, "traced_step.py", 2, tmp_path / "steps.jsonl", timeout=200)
+    text = printed if isinstance(printed, str) else printed[0]
+    ranks = json.loads((tmp_path / "steps.jsonl.trace" / "summary.json").read_text())["ranks"]
+    assert len(ranks) == 2
+    for rank, each in enumerate(ranks):
+        assert f"StepReport, epoch 1: Traced step 6, rank {rank}: {each['ms']:.3g} ms: computing" in text
+        assert each["exchange"] > 0 and each["computing"] > 0
+        assert any("reduce" in operation["name"].lower() for operation in each["operations"])
 
 
 @pytest.mark.exhaustive
