@@ -219,10 +219,49 @@ def local_sgd() -> str:
     return svg(WIDTH, 580, [*panels[0].shapes, *panels[1].shapes, *key])
 
 
+MODELS = ("MLP", "ConvNet", "transformer")
+BACKENDS = {"torch": "orange", "jax": "blue", "tensorflow": "red"}
+LEGEND = {
+    "PyTorch": "orange",
+    "DDP loop, fused Adam": "orange dashed",
+    "JAX": "blue",
+    "Keras's DataParallel": "blue dashed",
+    "TensorFlow": "red",
+    "MirroredStrategy": "red dashed",
+}
+
+
+def speedup() -> str:
+    """Rows per second on several replicas of two cores, with those of the peers dashed."""
+    runs = {}
+    for run in sorted(lines("speedup"), key=lambda run: run["date"]):
+        runs[run["command"].partition("=")[2].partition(" ")[0]] = run
+    panels = [
+        Panel(260 * i, f"{model}: speedup over replicas", (1, 8), (0, 2), log="x")
+        for i, model in enumerate(MODELS)
+    ]
+    for panel, model in zip(panels, MODELS):
+        panel.ticks("x", {value: f"{value}" for value in (1, 2, 4, 8)})
+        panel.ticks("y", {value: f"{value:g}" for value in (0, 0.5, 1, 1.5, 2)})
+        for backend, color in BACKENDS.items():
+            rows = [
+                row
+                for row in runs[backend]["parts"][1]["rows"]
+                if row[0] == f"{model}, weak"
+            ]
+            for column, kind in ((3, color), (5, f"{color} dashed")):
+                points = [panel.place(int(row[1]), float(row[column])) for row in rows]
+                drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                panel.shapes.append(f'<polyline class="{kind}" points="{drawn}"/>')
+    shapes = [shape for panel in panels for shape in panel.shapes]
+    return svg(WIDTH, 850, [*shapes, *legend(795, LEGEND)])
+
+
 PICTURES = {
     "readme.svg": readme,
     "compression.svg": compression,
     "local_sgd.svg": local_sgd,
+    "speedup.svg": speedup,
 }
 
 if __name__ == "__main__":
