@@ -334,7 +334,7 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     times = {name: max(rank["reduce"][name] for rank in ranks) for name in ranks[0]["reduce"]}
     memory = min(rank["memory_speed"] for rank in ranks)
     sent = 2 * (replicas - 1) / replicas
-    text = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items())
+    text = ", ".join(f"{name} {float(f'{1e3 * seconds:.2g}'):g} ms" for name, seconds in times.items())
     name, seconds = list(times.items())[-1]
     speed = sent * SIZES[name][0] / seconds
     text += f": a replica sends {speed / 1e9:.2g} GB/s; a copy in memory reaches {memory / 1e9:.2g} GB/s"

@@ -103,3 +103,14 @@ def test_jobs_of_an_array_train_beside_each_other(script, rates, tmp_path):
         expected = alone("torch", tmp_path / rate, "--epochs", "2", "--learning-rate", rate)
         for mine, theirs in zip(weights(folder), expected):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", pages.BACKENDS)
+def test_the_doctor_examines_the_tasks_of_srun(backend):
+    given = {**os.environ, **launch.variables(backend, XLA_FLAGS="", JAX_PLATFORMS="cpu")}
+    command = ["srun", "--overcommit", "--nodes=2", "--ntasks=2", sys.executable, "-m", "keras_shardopt.doctor"]
+    done = subprocess.run(command, env=given, cwd=pages.ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    framework = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow"}[backend]
+    assert done.stdout.count(f"keras_shardopt doctor: 2 processes, 2 replicas, {framework}\n") == 1
+    assert "error: 0," in done.stdout
