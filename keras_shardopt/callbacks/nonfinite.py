@@ -6,8 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_shardopt.backends.models import optimizers_of
-from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
+from keras_shardopt.checkpoint.training_state import cross_shards_of
 
 
 class StopOnNonFinite(keras.callbacks.Callback):
@@ -30,15 +29,10 @@ class StopOnNonFinite(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the callback ignore updates that were skipped before this `fit`."""
-        for cross_shard in cross_shards_in(self.model):
+        for cross_shard in cross_shards_of(self.model):
             cross_shard.check_finite(from_now=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Raises FloatingPointError if an optimizer has skipped the update of this batch."""
-        for cross_shard in cross_shards_in(self.model):
+        for cross_shard in cross_shards_of(self.model):
             cross_shard.check_finite()
-
-
-def cross_shards_in(model: Any) -> list[CrossShard]:
-    """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model, also nested ones."""
-    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]

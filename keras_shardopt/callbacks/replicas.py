@@ -12,7 +12,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import equal_buffers, is_prepared, layers_of, optimizers_of
-from keras_shardopt.callbacks.nonfinite import cross_shards_in
+from keras_shardopt.checkpoint.training_state import cross_shards_of
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.wrapping.chain import chain_of, shared_variables
@@ -67,7 +67,7 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"`SyncReplicas`. Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         if processes.needs_initial_broadcast:
-            for part in cross_shards_in(model):
+            for part in cross_shards_of(model):
                 part.peers.check()
                 part.peers.check_parts()
         placement.broadcast_state(model.variables, _optimizer_variables(model))

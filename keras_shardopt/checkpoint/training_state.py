@@ -104,7 +104,7 @@ def extensions_of(model: Any) -> list[tuple[Any, str]]:
 
 
 def cross_shards_of(model: Any) -> list[Any]:
-    """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model."""
+    """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model, also nested ones."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
 
 
