@@ -141,6 +141,11 @@ def with_article(name: Any) -> str:
     return f"{'an' if vowel else 'a'} {word}"
 
 
+def rounded(number: float, digits: int = 3) -> str:
+    """Returns a number with its first digits, without an exponent below a million: "0.0123", "1340"."""
+    return f"{float(f'{number:.{digits}g}'):g}"
+
+
 def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:
     """Returns a text with the first `most` names, and the number of the other names, for messages."""
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_shardopt.arguments import rounded
+
 OWN = ("input", "step", "updating", "callbacks", "saving")
 """The phases of a step in which a process does not wait for other processes."""
 
@@ -50,7 +52,7 @@ class Slow(NamedTuple):
 
     def __str__(self) -> str:
         name = "forward and backward" if self.phase == "step" else self.phase
-        return f"rank {self.rank}: {name} {self.seconds * 1e3:.3g} ms, others {self.others * 1e3:.3g} ms"
+        return f"rank {self.rank}: {name} {rounded(self.seconds * 1e3)} ms, others {rounded(self.others * 1e3)} ms"
 
     @property
     def fix(self) -> str:
@@ -127,8 +129,8 @@ def summary(table: np.ndarray, slow: Slow | None, is_hidden: bool, is_compared: 
     total, mean = seconds_per_step(table), table.mean(axis=0)
     names = ("input", "step" if is_hidden else "forward and backward", *PHASES[2:])
     parts = [f"{name} {value / total:.0%}" for name, value in zip(names, mean) if value > 0.005 * total]
-    own = ", ".join(f"{seconds * 1e3:.3g}" for seconds in own_seconds(table))
+    own = ", ".join(rounded(seconds * 1e3) for seconds in own_seconds(table))
     verdict = "No rank is slow." if is_compared else "Too few windows to compare."
     compared = f"{verdict} Own ms per step, by rank: {own}." if slow is None else f"Slow: {slow}. {slow.fix}"
-    shares = f"{total * 1e3:.3g} ms per step: {', '.join(parts)}."
+    shares = f"{rounded(total * 1e3)} ms per step: {', '.join(parts)}."
     return shares, compared if len(table) > 1 else "One process, so no other to compare with."

@@ -30,6 +30,9 @@ _measuring: Any = for_backend(
     {name: f"keras_shardopt.backends.{name}.measuring" for name in ("tensorflow", "jax", "torch")}
 )
 
+_profiling: list[StepReport] = []
+"""The report whose profiler runs in this process, if any. A `fit` that raised an error may have left it running."""
+
 _NUM_UNMEASURED = 3
 """The number of steps at the start of a `fit` that are not measured, because they compile."""
 
@@ -71,7 +74,7 @@ class StepReport(keras.callbacks.Callback):
         profile_step: int >= 1 or None (default). The batch of `fit`, counted from 1, that the framework's profiler
             records. Each process writes a trace to the folder `<to>.trace/rank-<number>`. After the epoch, process 0
             prints how much of that step is computing, exchange between processes, copies between host and device, and
-            idle, and the operations that take longest. It writes the same to `<to>.trace/summary.json`.
+            idle, and the operations that take longest. It also writes `<to>.trace/summary.json`.
 
     Raises:
         TypeError, ValueError: if an argument is not as above, or `profile_step` lacks `to`; when training begins, if
@@ -120,7 +123,6 @@ class StepReport(keras.callbacks.Callback):
         self._recorder = Recorder("callbacks")
         self._is_paused = False
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
-        self._stop: Callable[[], None] | None = None  # stops the profiler, if it runs
         self._traced: dict[str, Any] | None = None
 
     def set_model(self, model: Any) -> None:
@@ -130,7 +132,8 @@ class StepReport(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts to measure the phases of steps."""
-        self._stop_profile()
+        for report in list(_profiling):
+            report._stop_profile()
         self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
         if self._is_shared and not is_prepared(self._trained):
             raise ValueError(
@@ -180,9 +183,7 @@ class StepReport(keras.callbacks.Callback):
         self._num_steps += 1
         self._num_in_window += 1
         if self._num_steps == self.profile_step:
-            self._folder = os.path.join(f"{self.to}.trace", f"rank-{self._rank}")
-            self._stop = _measuring.start_profile(self._folder)
-            self._since = time.perf_counter()
+            self._start_profile()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Prints two lines about the epoch, and a summary of the traced step."""
@@ -221,6 +222,11 @@ class StepReport(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Stops measuring, and restores the model's training function."""
         self._stop_profile()
+        if self.profile_step is not None and self._num_steps < self.profile_step:
+            warn(
+                "`profile_step` is after the last step of `fit`. Received: "
+                f"profile_step={self.profile_step}, with {self._num_steps} steps"
+            )
         self._recorder.stop()
         if self._timed is not None and self._trained.train_function is self._timed:
             self._trained.train_function = self._timed.real
@@ -228,14 +234,27 @@ class StepReport(keras.callbacks.Callback):
             self._write(None, 0)
         self._write = self._timed = None
 
+    def _start_profile(self) -> None:
+        self._folder = os.path.join(f"{self.to}.trace", f"rank-{self._rank}")
+        try:
+            self._stop = _measuring.start_profile(self._folder)
+        except Exception as error:  # as in `summarize`: only this process could end its training
+            self._traced = {"error": repr(error)}
+            return
+        self._since = time.perf_counter()
+        _profiling.append(self)
+
     def _stop_profile(self) -> None:
-        stop, self._stop = self._stop, None
-        if stop is not None:
+        if self in _profiling:
+            _profiling.remove(self)
             seconds = time.perf_counter() - self._since
             self._recorder.pause()  # a trace can take seconds to write and to read
-            stop()
-            self._traced = trace_summary.summarize(_measuring.operations(self._folder), seconds)
+            self._traced = trace_summary.summarize(self._operations(), seconds)
             self._recorder.start()
+
+    def _operations(self) -> Iterator[trace_summary.Operation]:
+        self._stop()
+        yield from _measuring.operations(self._folder)
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the training function `real`, and measures its phases."""

@@ -11,11 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from keras_shardopt.arguments import rounded
+
 KINDS = ("computing", "exchange", "copies")
 """The kinds of operations. If several run at a moment, it counts for the first of these."""
 
 _NUM_LONGEST = 5
-_EXCHANGE = re.compile(r"nccl|gloo|c10d|collective|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all", re.IGNORECASE)
+_EXCHANGE = re.compile(
+    r"nccl|gloo|c10d|collective|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all"
+    r"|\bp(sum|max|min|mean|permute|broadcast)",  # JAX's names
+    re.IGNORECASE,
+)
 _COPY = re.compile(r"memcpy ?(htod|dtoh|h2d|d2h)|infeed|outfeed", re.IGNORECASE)  # between host and device
 
 Operation = tuple[Any, str, float, float]
@@ -51,8 +57,14 @@ def lines(step: int, ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
     names = [f"Traced step {step}" + (f", rank {rank}" if len(ranks) > 1 else "") for rank in range(len(ranks))]
     for name, each in zip(names, ranks):
         shares = ", ".join(f"{kind} {each[kind]:.0%}" for kind in (*KINDS, "idle") if each.get(kind, 0) > 0.005)
-        yield f"{name}: no summary: {each['error']}" if "error" in each else f"{name}: {each['ms']:.3g} ms: {shares}."
-    longest = [f"{each['name'][:60]} {each['ms']:.3g} ms ({each['count']}x)" for each in ranks[0].get("operations", ())]
+        yield (
+            f"{name}: no summary: {each['error']}"
+            if "error" in each
+            else f"{name}: {rounded(each['ms'])} ms: {shares}."
+        )
+    longest = [
+        f"{each['name'][:60]} {rounded(each['ms'])} ms ({each['count']}x)" for each in ranks[0].get("operations", ())
+    ]
     if longest:
         yield f"{names[0]}, most own time: {', '.join(longest)}."
 

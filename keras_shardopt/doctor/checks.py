@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from keras_shardopt.arguments import rounded
 from keras_shardopt.doctor.facts import Facts
 from keras_shardopt.doctor.together import SIZES
 
@@ -334,10 +335,12 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     times = {name: max(rank["reduce"][name] for rank in ranks) for name in ranks[0]["reduce"]}
     memory = min(rank["memory_speed"] for rank in ranks)
     sent = 2 * (replicas - 1) / replicas
-    text = ", ".join(f"{name} {float(f'{1e3 * seconds:.2g}'):g} ms" for name, seconds in times.items())
+    text = ", ".join(f"{name} {rounded(1e3 * seconds, 2)} ms" for name, seconds in times.items())
     name, seconds = list(times.items())[-1]
     speed = sent * SIZES[name][0] / seconds
-    text += f": a replica sends {speed / 1e9:.2g} GB/s; a copy in memory reaches {memory / 1e9:.2g} GB/s"
+    text += (
+        f": a replica sends {rounded(speed / 1e9, 2)} GB/s; a copy in memory reaches {rounded(memory / 1e9, 2)} GB/s"
+    )
     fix = "Set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the fastest network; see the page Slow network."
     if "64 MB" not in times or speed < 0.02 * memory:
         yield Finding(WARNING, f"slow all-reduce: {text}", fix)
@@ -352,8 +355,8 @@ def _memory_speed(ranks: Ranks) -> Iterator[Finding]:
     median = statistics.median(rank["memory_speed"] for rank in ranks)
     slow = [rank for rank in ranks if rank["memory_speed"] < median / 2]
     if slow:
-        speeds = ", ".join(f"{rank['memory_speed'] / 1e9:.2g}" for rank in slow)
-        text = f"{on(slow)} copies memory at {speeds} GB/s, less than half the median ({median / 1e9:.2g} GB/s)"
+        speeds = ", ".join(rounded(rank["memory_speed"] / 1e9, 2) for rank in slow)
+        text = f"{on(slow)} copies memory at {speeds} GB/s, less than half the median ({rounded(median / 1e9, 2)} GB/s)"
         yield Finding(WARNING, text, "Look for other programs, swapping or throttling on that machine.")
 
 

@@ -167,6 +167,11 @@ def _shardings(step: FirstStep, target: Target) -> Any:
     own = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(step.arguments))
     mesh = next((each.mesh for each in own if isinstance(each, NamedSharding)), None)
     if mesh is None:  # the program uses one device
+        if target.num_devices > 1:
+            raise ValueError(
+                f"The program must use all devices of {target.name}, but its training step uses one. Create and "
+                "compile the model within `keras_shardopt.data_parallel()`."
+            )
         return SingleDeviceSharding(devices[0])
     mesh = Mesh(np.array(devices).reshape(mesh.devices.shape), mesh.axis_names)
     return jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]

@@ -114,7 +114,11 @@ def update_in_pieces(
 def pieces_are_faster(variables: Sequence[Variable]) -> bool:
     """Whether updating arrays in pieces that fit into the CPU's cache is faster than updating them whole."""
     values = values_of(variables)
-    return values[0].device.type == "cpu" and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
+    return (
+        bool(values)
+        and values[0].device.type == "cpu"
+        and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
+    )
 
 
 def _is_exact(kind: type) -> bool:
@@ -152,7 +156,7 @@ class Columns:
 
     @property
     def are_uniform(self) -> bool:
-        """Whether all tensors are contiguous, on one CPU or GPU, and either float32 or float64."""
+        """Whether all tensors are contiguous, on one CPU or GPU, either float32 or float64, and as large as weights."""
         dtype, device = self.like.dtype, self.like.device
         if dtype not in DTYPES or device.type not in ("cpu", "cuda"):
             return False
@@ -162,6 +166,8 @@ class Columns:
                     return False
                 if t.layout != torch.strided or not t.is_contiguous():
                     return False
+            if row[1].numel() != row[0].numel():
+                return False  # a gradient of another shape: Keras raises an error, and a kernel would crash
         return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:

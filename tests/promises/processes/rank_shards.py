@@ -162,7 +162,7 @@ def slices_are_updated_in_one_pass(scope):
     kinds = [type(make()) for make in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)]
     reals = {kind: kind._parallel_update_step for kind in kinds}
     alone, divided = {}, {}
-    for name in ("adam", "amsgrad", "AdamW", "momentum", "nesterov"):
+    for name in ("adam", "amsgrad", "AdamW", "momentum"):
         alone[name] = trained(ELEMENTWISE[name](), lambda step: mean_gradients(scope.num_replicas, step), variables())
         divided[name] = ks.CrossShard(ELEMENTWISE[name](), shard_state=True), variables()
         divided[name][0].build(divided[name][1])  # which tries Keras' arithmetic out

@@ -219,6 +219,7 @@ def test_time_inside_another_operation_counts_for_the_inner_one():
     [
         *[(name, "exchange") for name in ("gloo:broadcast", "c10d::_allgather_base_", "ncclDevKernel_Broadcast")],
         *[(name, "exchange") for name in ("all-reduce", "reduce-scatter", "collective-permute", "all-to-all")],
+        *[(name, "exchange") for name in ("psum", "psum_invariant", "pmax", "ppermute")],
         *[(name, "exchange") for name in ("CollectiveReduceV2", "NcclAllReduce", "CollectiveBcastSendV2")],
         *[(name, "copies") for name in ("Memcpy DtoH (Device -> Pinned)", "MemcpyH2D", "MemcpyD2H", "infeed")],
         *[(name, "computing") for name in ("broadcast", "reduce", "copy", "aten::copy_", "BroadcastTo", "MemcpyD2D")],
@@ -329,6 +330,37 @@ def test_after_an_error_nothing_is_measured_in_a_later_fit(capsys):
     assert not hasattr(model.train_function, "real") and not report._recorder.is_active()
     report.model.evaluate(*problem.data(1), batch_size=problem.BATCH_SIZE, callbacks=[report], verbose=0)
     assert not report._recorder.is_active()
+
+
+def test_after_an_error_in_the_traced_step_other_steps_can_be_traced(tmp_path, capsys):
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("stopped")
+
+    model = compiled()
+    reports = [ks.callbacks.StepReport(to=tmp_path / name, profile_step=3) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(model, Fails(), reports[0])
+    capsys.readouterr()
+    for report in (reports[1], reports[0]):
+        fit(model, report)
+        assert "StepReport, epoch 1: Traced step 3: " in (printed := capsys.readouterr().out)
+        assert "no summary" not in printed
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path, capsys):
+    (tmp_path / "steps.jsonl.trace").write_text("a file, where a folder should be")
+    fit(compiled(), ks.callbacks.StepReport(to=tmp_path / "steps.jsonl", profile_step=3))
+    assert "StepReport, epoch 1: Traced step 3: no summary: " in capsys.readouterr().out
+
+
+@pytest.mark.neutral
+def test_a_traced_step_after_the_last_one_is_named(tmp_path):
+    with pytest.warns(
+        UserWarning, match="`profile_step` is after the last step of `fit`. Received: profile_step=1000, with "
+    ):
+        fit(compiled(), ks.callbacks.StepReport(to=tmp_path / "steps.jsonl", profile_step=1000))
 
 
 class Draws(keras.layers.Layer):

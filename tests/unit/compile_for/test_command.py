@@ -103,6 +103,17 @@ def test_a_program_that_never_makes_a_step_is_told_how(text, program, capsys):
 
 
 @pytest.mark.backends("jax")
+def test_a_program_that_uses_one_of_several_devices_is_told_how(program, monkeypatch, capsys):
+    import jax
+
+    from keras_shardopt.compile_for.jax import step
+
+    monkeypatch.setattr(step, "_devices", lambda target: jax.devices()[: target.num_devices])
+    message = said(capsys, "h100:2", program(_FIT.format(how="", call="fit")))
+    assert message.startswith("The program must use all devices of h100:2, but its training step uses one. Create and")
+
+
+@pytest.mark.backends("jax")
 def test_the_status_of_a_program_that_ends_early_is_named(program, capsys):
     assert said(capsys, "h100:2", program("import sys; sys.exit(3)")).endswith(
         "ended before its first step. Received: exit status 3."

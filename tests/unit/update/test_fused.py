@@ -638,3 +638,17 @@ def test_an_attribute_of_an_inner_optimizer_is_no_setting_of_ours():
     adam.fused = False
     assert list(_leaves(ks.CrossShard(adam), False)) == [(adam, False)]
     assert list(_leaves(ks.CrossShard(adam, torch=ks.TorchSpeed(fused=False)), False)) == [(adam, True)]
+
+
+@pytest.mark.parametrize("make", [o.Adam, lambda: o.SGD(0.1, momentum=0.9), o.Adagrad, o.Lion])
+def test_a_model_without_weights_and_gradients_of_another_shape(make):
+    optimizer = ks.CrossShard(make())
+    optimizer.build([])
+    assert optimizer.built
+    optimizer = ks.CrossShard(make())
+    mine = weights()
+    optimizer.build(mine)
+    with pytest.raises(RuntimeError, match="size of tensor|must match|not broadcastable"):
+        optimizer.apply(
+            [grad[:1] if grad.ndim == 1 else grad.repeat(2, 1) if grad.ndim else grad for grad in grads(0)], mine
+        )
