@@ -472,6 +472,18 @@ def logs_of_a_step_of_ones_own_are_the_mean_over_rows(scope):
 
 
 @check
+def statistics_are_averaged_after_each_call_of_train_on_batch(scope):
+    layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(Y.shape[1])]
+    mine = compiled(scope, keras.Sequential([keras.Input(X.shape[1:]), *layers]))
+    mean = np.zeros(X.shape[1])
+    for begin in (0, BATCH_SIZE):
+        own = slice(begin + scope.replica_id * ROWS_OF_RANK, begin + (scope.replica_id + 1) * ROWS_OF_RANK)
+        mine.train_on_batch(X[own], Y[own])
+        mean = (mean + X[begin : begin + BATCH_SIZE].mean(axis=0)) / 2
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(layers[0].moving_mean), mean, rtol=1e-5, atol=1e-6)
+
+
+@check
 def what_trains_apart_is_warned_of_once(scope):
     model = problem.model()
     words = warned(lambda: model.compile("sgd", "mse"))

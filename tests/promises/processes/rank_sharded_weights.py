@@ -144,6 +144,14 @@ def weights_are_those_of_sharded_state(scope):
 
 
 @check
+def functions_take_weights_in_a_tuple(scope):
+    def stacked(x, weight):
+        return x @ torch.stack((weight, weight)).mean(0)
+
+    assert_same(*trained_both_ways(scope, lambda: dense(Calls(stacked))))
+
+
+@check
 def layers_use_weights_as_they_like(scope):
     for make in MODELS.values():
         assert_same(*trained_both_ways(scope, make))

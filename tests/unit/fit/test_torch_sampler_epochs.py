@@ -38,6 +38,10 @@ LOADERS = {
     "sampler": lambda: DataLoader(ROWS, 3, sampler=sampler_of_rank_0()),
     "sampler in a batch sampler": lambda: DataLoader(ROWS, batch_sampler=BatchSampler(sampler_of_rank_0(), 3, False)),
     "batch sampler": lambda: DataLoader(ROWS, batch_sampler=Around()),
+    # The dataset makes the batches itself, from lists of indices.
+    "batch sampler as the sampler": lambda: DataLoader(
+        ROWS, batch_size=None, sampler=BatchSampler(sampler_of_rank_0(), 3, False)
+    ),
 }
 
 
