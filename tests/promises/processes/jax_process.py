@@ -17,6 +17,7 @@ from support.checks import NullStore, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.jax.placement import local_assignments
 from keras_shardopt.sharding import sharded_optimizer as divided
 
 warnings.filterwarnings("ignore")
@@ -68,10 +69,12 @@ def divided_state(scope, x, y, mine):
             refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
         on_all(alone)
     divided.BARRIER_SECONDS = real
+    with local_assignments():  # as in `fit` of a prepared model
+        slot.assign(2 * values)
     store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)
     if scope.is_chief:
-        assert (store["2"] == values).all() and (store["3"] == -values).all()
+        assert (store["2"] == 2 * values).all() and (store["3"] == -values).all()
     report = optimizer.memory_report()
     assert report.held == [56] * 4 and report.whole == 200, str(report)
 

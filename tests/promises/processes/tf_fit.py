@@ -108,6 +108,15 @@ def main():
     assert len(set(map(str, on_all(model, losses)))) == 1
     found |= {"on_batch": losses, "after_batch": model.trainable_variables[0].numpy()}
 
+    # Workers that train on the same rows are told so, unless each takes a part of every batch.
+    for auto_shard in (False, True):
+        ks.prepare(model, auto_shard=auto_shard)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x[:16], y[:16], **fit)
+        said = [str(each.message) for each in caught if "repeat the same work" in str(each.message)]
+        assert len(said) == int(scope.is_chief and not auto_shard), said
+
     # Uneven parts of each batch, a worker without a batch left, one without any.
     case = uneven.CASES["divided by weights"]
     with ks.data_parallel(auto_shard=False):

@@ -272,6 +272,40 @@ def test_tensorflow_needs_all_addresses(monkeypatch):
         ks.data_parallel().__enter__()
 
 
+class ToldError(Exception):
+    """Holds what a backend is told of its job."""
+
+
+def test_each_backend_is_told_the_place_of_a_copy_among_those_of_all_machines(monkeypatch, backend):
+    workers = ["gpu07:29500", "gpu07:29501", "gpu09:29502"]
+    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 2}}
+    expected = {
+        "torch": {
+            "WORLD_SIZE": "3",
+            "RANK": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "gpu07",
+            "MASTER_PORT": "29500",
+        },
+        "jax": {
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES": "gpu07:29500",
+            "KERAS_DISTRIBUTION_NUM_PROCESSES": "3",
+            "KERAS_DISTRIBUTION_PROCESS_ID": "2",
+        },
+        "tensorflow": {"TF_CONFIG": json.dumps(config)},
+    }
+
+    def join(own_rank, variables):
+        raise ToldError(variables(jobs.started_by()))
+
+    set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"})
+    monkeypatch.setattr(jobs, "join", join)
+    with pytest.raises(ToldError) as told:
+        ks.data_parallel().__enter__()
+    assert told.value.args == (expected[backend],)
+
+
 def test_one_replica_is_a_job_of_its_own(monkeypatch):
     set_all(monkeypatch, SRUN)
     with ks.data_parallel(1) as replicas:

@@ -135,9 +135,11 @@ def test_pieces_that_overlap_or_are_missing_are_an_error(tmp_path):
     for source in (box((0, 0), (4, 3)), box((0, 0), (0, 0))):
         with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
             written(tmp_path, 1, box=source)
-    overlapping = OwnParts((4, 4), "float32", [Part((i, 0), np.zeros((2, 4), "float32")) for i in (0, 1)], False)
-    with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
-        written(tmp_path, 1, box=pieces.Source(overlapping, {}))
+    for heights in ({0: 2, 1: 2}, {0: 3, 2: 1}):  # of the parts, by their first row: as many elements as the box
+        parts = [Part((row, 0), np.zeros((height, 4), "float32")) for row, height in heights.items()]
+        overlapping = OwnParts((4, 4), "float32", parts, is_flat=False)
+        with pytest.raises(ValueError, match="must contain each of its 16 elements once"):
+            written(tmp_path, 1, box=pieces.Source(overlapping, {}))
     with pytest.raises(ValueError, match="The shape of the array `box` is unknown"):
         written(tmp_path, 1, box=pieces.Source(OwnParts(None, "float32", []), {}))
 

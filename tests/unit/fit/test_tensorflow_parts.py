@@ -313,6 +313,13 @@ def test_what_would_not_be_right_is_refused_before_anything_is_changed(arguments
         assert bits(model) == before
 
 
+def test_an_evaluation_that_changes_other_variables_is_refused():
+    with compiled(2, layers=_counting) as model:
+        with pytest.raises(ValueError, match="a change of variable"):
+            model.evaluate(X, Y, batch_size=8, verbose=0)
+        assert keras.ops.convert_to_numpy(Counting.elsewhere) == 0.0
+
+
 def test_a_dataset_that_is_divided_already_is_refused():
     with compiled(2) as model:
         divided = model.distribute_strategy.experimental_distribute_dataset(_dataset())

@@ -90,6 +90,27 @@ def test_replicas_update_as_one_does(world, inner, arrives):
 
 
 @pytest.mark.neutral
+def test_some_variables_in_another_order_are_updated_alone(world):
+    order = [2, 0]
+
+    def updated(optimizer, mine, values):
+        optimizer.build(mine)
+        chosen = [keras.ops.convert_to_tensor(np.asarray(values[i], "float32")) for i in order]
+        optimizer.apply(chosen, [mine[i] for i in order])
+        return [keras.ops.convert_to_numpy(variable) for variable in mine]
+
+    def of_replica(replicas):
+        optimizer = ks.CrossShard(INNER["momentum"](), shard_state=True, fused=False)
+        return updated(optimizer, weights(), grads(replicas.replica_id, 0))
+
+    means = [sum(g) / world.num_replicas for g in zip(*[grads(r, 0) for r in range(world.num_replicas)])]
+    alone = updated(INNER["momentum"](), weights(), means)
+    for mine in world.run(of_replica):
+        for value, reference in zip(mine, alone):
+            np.testing.assert_allclose(value, reference, rtol=0, atol=1e-6)
+
+
+@pytest.mark.neutral
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW")
 def test_parts_of_the_state_must_belong_to_the_same_update_and_to_the_weights(monkeypatch):
     world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
