@@ -141,9 +141,9 @@ def with_article(name: Any) -> str:
     return f"{'an' if vowel else 'a'} {word}"
 
 
-def rounded(number: float, digits: int = 3) -> str:
-    """Returns a number with its first digits, without an exponent below a million: "0.0123", "1340"."""
-    return f"{float(f'{number:.{digits}g}'):g}"
+def rounded(number: float) -> str:
+    """Returns a number with its first three digits, without an exponent below a million: "0.0123", "1340"."""
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:

@@ -43,7 +43,7 @@ def buffers_of(layer: Any) -> list[Buffer]:
         where, _, name = place.rpartition(".")
         module = layer.get_submodule(where)
         made = _made.setdefault(module, {})
-        if name not in made and not tensor.is_complex():  # skip complex constants: Keras has no complex variables
+        if name not in made and not tensor.is_complex():  # complex tensors are constants, such as rotary tables
             made[name] = Buffer(module, name, f"{layer.name}/{place}")
         found += [made[name]] if name in made else []
     return found
