@@ -50,8 +50,8 @@ def operations(folder: str) -> Iterator[tuple[Any, str, float, float]]:
                 continue  # a line of whole programs or steps, or a thread that loads batches
             for each in line.events:
                 name = plane.event_metadata[each.metadata_id].name
-                # Of an operation on the host: "dense/MatMul:MatMul", or outside of a graph "EagerLocalExecute: MatMul".
-                kind = re.fullmatch(r"(?:[^:\s]+:|EagerLocalExecute: )(?!IteratorGetNext)(\w+)", name)
+                # Of an operation of a graph on the host: "dense/MatMul:MatMul". Others prepare data.
+                kind = re.fullmatch(r"[^:\s]+:(?!IteratorGetNext)(\w+)", name)
                 if on_device or kind:
                     begin = 1e-9 * line.timestamp_ns + 1e-12 * each.offset_ps
                     yield (plane.id, line.id), kind[1] if kind else name, begin, begin + 1e-12 * each.duration_ps
