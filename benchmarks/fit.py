@@ -11,7 +11,6 @@ sizes; its times are meaningless.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import time
@@ -48,12 +47,9 @@ def optimizers(num_replicas: int) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, rounds=15)
     parser.add_argument("--replicas", type=int, default=1, help="number of replicas")
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement")
     parser.add_argument("--width", type=int, default=512, help="width of the layers")
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()

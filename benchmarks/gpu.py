@@ -13,7 +13,6 @@ PyTorch's fused Adam.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 from collections.abc import Callable
@@ -41,28 +40,15 @@ def wait() -> None:
             torch.cuda.synchronize()
 
 
-def on_gpu() -> bool:
-    """Whether this backend has a GPU."""
+def gpu_name() -> str | None:
+    """The model of the GPU, or None if this backend has none."""
     if keras.config.backend() == "torch":
         import torch
 
-        return torch.cuda.is_available()
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
     import jax
 
-    return jax.default_backend() == "gpu"
-
-
-def device_name() -> str:
-    """The model of the GPU, or "no GPU"."""
-    if not on_gpu():
-        return "no GPU"
-    if keras.config.backend() == "torch":
-        import torch
-
-        return torch.cuda.get_device_name()
-    import jax
-
-    return jax.devices()[0].device_kind
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
 
 
 def updates(optimizer: keras.optimizers.Optimizer, grads: list[Any]) -> Callable[[], None]:
@@ -166,23 +152,20 @@ def check() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
-    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    parser = timing.parser(__doc__, rounds=11)
     parser.add_argument("--weights", type=float, nargs="*", default=[1e8, 1e9], help="numbers of weights")
     arguments = parser.parse_args()
     if keras.config.backend() not in ("torch", "jax"):
         raise SystemExit("This benchmark is for KERAS_BACKEND=torch and KERAS_BACKEND=jax.")
-    if not (arguments.quick or on_gpu()):
+    if not (arguments.quick or gpu_name()):
         raise SystemExit("This benchmark needs a GPU that the backend sees; `--quick` runs without.")
     sizes = [1600] if arguments.quick else [int(number) for number in arguments.weights]
     rounds = 2 if arguments.quick else arguments.rounds
-    text = [f"{device_name()}. {check()}", *[update_table(number, rounds) for number in sizes]]
+    text = [f"{gpu_name() or 'no GPU'}. {check()}", *[update_table(number, rounds) for number in sizes]]
     text.append(fit_table(*((16, 4, 2) if arguments.quick else (1024, 512, 10)), rounds))
     backend = keras.config.backend()
     timing.report(
-        f"On a GPU with {backend}" if on_gpu() else f"What a GPU would be measured with, on a CPU with {backend}",
+        f"On a GPU with {backend}" if gpu_name() else f"What a GPU would be measured with, on a CPU with {backend}",
         f"KERAS_BACKEND={backend} python benchmarks/gpu.py",
         "\n\n".join(text),
         {"Keras": keras.__version__, backend: importlib.import_module(backend).__version__},

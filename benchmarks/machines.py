@@ -102,11 +102,8 @@ def measure(steps: int, units: int, result: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, rounds=2)
     parser.add_argument("--steps", type=int, default=40, help="steps per block")
-    parser.add_argument("--rounds", type=int, default=2, help="repetitions of each measurement")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     steps, units = (2, 8) if given.quick else (given.steps, 512)

@@ -11,7 +11,6 @@ sizes; its times are meaningless.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import tempfile
@@ -54,13 +53,10 @@ def modes() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, rounds=11)
     parser.add_argument("--replicas", type=int, default=None, help="number of replicas, on JAX and TensorFlow")
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--only", nargs="*", default=[], help="names of modes to measure besides the plain one")
-    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
     width, num_layers, rounds = (16, 1, 2) if arguments.quick else (512, 5, arguments.rounds)

@@ -11,7 +11,6 @@ its times are meaningless.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -95,17 +94,14 @@ def row_of(seconds: dict[str, list[float]], few: int, many: int) -> tuple[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, rounds=7)
     parser.add_argument(
         "--parameters", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7, 1e8], help="numbers of parameters"
     )
     parser.add_argument("--variables", type=int, nargs="*", default=[10, 100, 1000, 3000], help="numbers of variables")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement")
     parser.add_argument("--few", type=int, default=2, help="steps of the short calls")
     parser.add_argument("--many", type=int, default=22, help="steps of the long calls")
     parser.add_argument("--gib", type=float, default=8.0, help="memory limit of all ranks together; skips larger sizes")
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     given = parser.parse_args()
     if given.quick:
         given.parameters, given.variables, given.rounds, given.few, given.many = [1e3], [10, 20], 2, 1, 4

@@ -7,7 +7,6 @@ Target: no slower than plain Keras. `--quick` runs in seconds with small sizes; 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +32,7 @@ def updates(optimizer: keras.optimizers.Optimizer, grads: list[Any], by_xla: boo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
-    parser.add_argument("--rounds", type=int, default=21, help="repetitions of each measurement")
+    parser = timing.parser(__doc__, rounds=21)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of each of the 16 matrices")
     arguments = parser.parse_args()
     size, rounds = (64, 2) if arguments.quick else (arguments.size, arguments.rounds)

@@ -7,6 +7,7 @@ names that code.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -20,6 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 RESULTS = pathlib.Path(__file__).with_name("results")
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Returns a parser with the common arguments. `rounds`: the default number of repetitions."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
+    made.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
+    made.add_argument("--rounds", type=int, default=rounds, help="repetitions of each measurement")
+    return made
 
 
 def in_turns(

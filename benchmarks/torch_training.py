@@ -22,10 +22,7 @@ NUM_CLASSES = 10
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the common arguments."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    made.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
-    made.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    made = timing.parser(description, rounds=11)
     made.add_argument("--steps", type=int, default=12, help="steps per measurement")
     return made
 

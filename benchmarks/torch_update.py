@@ -10,7 +10,6 @@ momentum, or with a copy of the same number of bytes. `--cpu` measures CPU time,
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 
@@ -42,10 +41,7 @@ def kinds() -> dict[str, tuple]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
-    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each measurement")
+    parser = timing.parser(__doc__, rounds=11)
     parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--only", nargs="*", default=list(kinds()), choices=kinds(), help="optimizers to measure")
     parser.add_argument("--threads", type=int, default=0, help="number of threads (default: PyTorch's choice)")

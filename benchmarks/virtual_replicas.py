@@ -10,7 +10,6 @@ replica's batch, with the cost of smaller batches. It measures the CPU time of o
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import time
@@ -40,12 +39,9 @@ def attention(side: int) -> keras.Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, rounds=7)
     parser.add_argument("--replicas", type=int, default=None, help="number of replicas, on JAX and TensorFlow")
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement")
     parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
     arguments = parser.parse_args()
     backend = keras.config.backend()

@@ -57,14 +57,19 @@ def svg(width: int, height: int, shapes: list[str]) -> str:
     return "\n".join([start, f"<style>{STYLE}</style>", *shapes, "</svg>"]) + "\n"
 
 
-def milliseconds(title: str) -> dict[str, float]:
-    """The medians of the newest run of that title."""
+def newest_rows(title: str) -> Iterator[list[str]]:
+    """The rows of all tables in the newest run of that title."""
     runs = [run for file in RESULTS.glob("*.jsonl") for run in lines(file.stem)]
     newest = max(
         (run for run in runs if run.get("title") == title), key=lambda run: run["date"]
     )
-    tables = [part for part in newest["parts"] if isinstance(part, dict)]
-    return {row[0]: float(row[1]) for table in tables for row in table["rows"]}
+    for part in newest["parts"]:
+        yield from part["rows"] if isinstance(part, dict) else ()
+
+
+def milliseconds(title: str) -> dict[str, float]:
+    """The medians of the newest run of that title."""
+    return {row[0]: float(row[1]) for row in newest_rows(title)}
 
 
 def readme() -> str:
@@ -233,27 +238,29 @@ LEGEND = {
 
 def speedup() -> str:
     """Rows per second on several replicas of two cores, with those of the peers dashed."""
-    runs = {}
-    for run in sorted(lines("speedup"), key=lambda run: run["date"]):
-        runs[run["command"].partition("=")[2].partition(" ")[0]] = run
-    panels = [
-        Panel(260 * i, f"{model}: speedup over replicas", (1, 8), (0, 2), log="x")
+    panels = {
+        f"{model}, weak": Panel(
+            260 * i, f"{model}: speedup over replicas", (1, 8), (0, 2), log="x"
+        )
         for i, model in enumerate(MODELS)
-    ]
-    for panel, model in zip(panels, MODELS):
+    }
+    for panel in panels.values():
         panel.ticks("x", {value: f"{value}" for value in (1, 2, 4, 8)})
         panel.ticks("y", {value: f"{value:g}" for value in (0, 0.5, 1, 1.5, 2)})
-        for backend, color in BACKENDS.items():
-            rows = [
-                row
-                for row in runs[backend]["parts"][1]["rows"]
-                if row[0] == f"{model}, weak"
-            ]
-            for column, kind in ((3, color), (5, f"{color} dashed")):
-                points = [panel.place(int(row[1]), float(row[column])) for row in rows]
-                drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-                panel.shapes.append(f'<polyline class="{kind}" points="{drawn}"/>')
-    shapes = [shape for panel in panels for shape in panel.shapes]
+    for backend, color in BACKENDS.items():
+        title = f"Throughput of fit on 1 to 8 replicas of {backend}, one thread each"
+        found = collections.defaultdict(list)
+        for name, replicas, _, ours, _, peers in newest_rows(title):
+            if name in panels:
+                panel = panels[name]
+                found[panel, color].append(panel.place(int(replicas), float(ours)))
+                found[panel, f"{color} dashed"].append(
+                    panel.place(int(replicas), float(peers))
+                )
+        for (panel, kind), points in found.items():
+            drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            panel.shapes.append(f'<polyline class="{kind}" points="{drawn}"/>')
+    shapes = [shape for panel in panels.values() for shape in panel.shapes]
     return svg(WIDTH, 850, [*shapes, *legend(795, LEGEND)])
 
 

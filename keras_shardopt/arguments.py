@@ -141,11 +141,6 @@ def with_article(name: Any) -> str:
     return f"{'an' if vowel else 'a'} {word}"
 
 
-def rounded(number: float) -> str:
-    """Returns a number with its first three digits, without an exponent below a million: "0.0123", "1340"."""
-    return f"{float(f'{number:.3g}'):g}"
-
-
 def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:
     """Returns a text with the first `most` names, and the number of the other names, for messages."""
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -80,3 +80,8 @@ class timed(contextlib.ContextDecorator):
 
     def __exit__(self, *error: Any) -> None:
         change(None)
+
+
+def rounded(number: float, digits: int = 3) -> str:
+    """Return a number with its first digits, for reports, without an exponent below a million: "0.0123", "1340"."""
+    return f"{float(f'{number:.{digits}g}'):g}"

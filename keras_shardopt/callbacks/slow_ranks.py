@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_shardopt.arguments import rounded
+from keras_shardopt.backends.phases import rounded
 
 OWN = ("input", "step", "updating", "callbacks", "saving")
 """The phases of a step in which a process does not wait for other processes."""

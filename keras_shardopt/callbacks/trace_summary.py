@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_shardopt.arguments import rounded
+from keras_shardopt.backends.phases import rounded
 
 KINDS = ("computing", "exchange", "copies")
 """The kinds of operations. If several run at a moment, it counts for the first of these."""
@@ -57,11 +57,8 @@ def lines(step: int, ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
     names = [f"Traced step {step}" + (f", rank {rank}" if len(ranks) > 1 else "") for rank in range(len(ranks))]
     for name, each in zip(names, ranks):
         shares = ", ".join(f"{kind} {each[kind]:.0%}" for kind in (*KINDS, "idle") if each.get(kind, 0) > 0.005)
-        yield (
-            f"{name}: no summary: {each['error']}"
-            if "error" in each
-            else f"{name}: {rounded(each['ms'])} ms: {shares}."
-        )
+        found = f"no summary: {each['error']}" if "error" in each else f"{rounded(each['ms'])} ms: {shares}."
+        yield f"{name}: {found}"
     longest = [
         f"{each['name'][:60]} {rounded(each['ms'])} ms ({each['count']}x)" for each in ranks[0].get("operations", ())
     ]

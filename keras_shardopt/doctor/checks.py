@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from keras_shardopt.backends.phases import rounded
 from keras_shardopt.doctor.facts import Facts
 from keras_shardopt.doctor.together import SIZES
 
@@ -334,10 +335,12 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     times = {name: max(rank["reduce"][name] for rank in ranks) for name in ranks[0]["reduce"]}
     memory = min(rank["memory_speed"] for rank in ranks)
     sent = 2 * (replicas - 1) / replicas
-    text = ", ".join(f"{name} {_short(1e3 * seconds)} ms" for name, seconds in times.items())
+    text = ", ".join(f"{name} {rounded(1e3 * seconds, 2)} ms" for name, seconds in times.items())
     name, seconds = list(times.items())[-1]
     speed = sent * SIZES[name][0] / seconds
-    text += f": a replica sends {_short(speed / 1e9)} GB/s; a copy in memory reaches {_short(memory / 1e9)} GB/s"
+    text += (
+        f": a replica sends {rounded(speed / 1e9, 2)} GB/s; a copy in memory reaches {rounded(memory / 1e9, 2)} GB/s"
+    )
     fix = "Set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the fastest network; see the page Slow network."
     if "64 MB" not in times or speed < 0.02 * memory:
         yield Finding(WARNING, f"slow all-reduce: {text}", fix)
@@ -352,8 +355,8 @@ def _memory_speed(ranks: Ranks) -> Iterator[Finding]:
     median = statistics.median(rank["memory_speed"] for rank in ranks)
     slow = [rank for rank in ranks if rank["memory_speed"] < median / 2]
     if slow:
-        speeds = ", ".join(_short(rank["memory_speed"] / 1e9) for rank in slow)
-        text = f"{on(slow)} copies memory at {speeds} GB/s, less than half the median ({_short(median / 1e9)} GB/s)"
+        speeds = ", ".join(rounded(rank["memory_speed"] / 1e9, 2) for rank in slow)
+        text = f"{on(slow)} copies memory at {speeds} GB/s, less than half the median ({rounded(median / 1e9, 2)} GB/s)"
         yield Finding(WARNING, text, "Look for other programs, swapping or throttling on that machine.")
 
 
@@ -440,11 +443,6 @@ def _reproducible(ranks: Ranks) -> Iterator[Finding]:
         found.append(Finding(WARNING, text, f"For equal results, set {variable}={value}.{more}"))
     same = f"runs with {ranks[0]['world']['replicas']} replicas, {name}={threads(ranks[0])} and one seed"
     yield from found or [Finding(OK, f"{same} are bitwise equal; see the page Reproducibility")]
-
-
-def _short(number: float) -> str:
-    """Return a number with its first two digits, without an exponent."""
-    return f"{float(f'{number:.2g}'):g}"
 
 
 def _size(num_bytes: float) -> str:

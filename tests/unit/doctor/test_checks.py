@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from keras_shardopt.backends.phases import rounded
 from keras_shardopt.doctor import __main__ as command
 from keras_shardopt.doctor import checks, facts
 
@@ -245,5 +246,5 @@ def test_a_timeout_that_is_no_time(seconds, capsys):
 
 
 def test_numbers_have_no_exponent():
-    found = [checks._short(number) for number in (0.000491, 0.0496, 2.0, 131.2, 1340.0)]
+    found = [rounded(number, 2) for number in (0.000491, 0.0496, 2.0, 131.2, 1340.0)]
     assert found == ["0.00049", "0.05", "2", "130", "1300"]
