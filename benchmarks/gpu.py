@@ -1,4 +1,4 @@
-"""Cost of CrossShard on a GPU, on PyTorch or JAX. The maintainers have not run it on one.
+"""Cost of CrossShard on a GPU, on PyTorch or JAX.
 
     KERAS_BACKEND=torch python benchmarks/gpu.py [--write]
     KERAS_BACKEND=jax python benchmarks/gpu.py [--write]

@@ -119,6 +119,11 @@ def in_float32(value: Tensor) -> Tensor:
     return value if dtype_of(value) == "float64" else cast(value, "float32")
 
 
+def path_of(variable: Variable) -> str:
+    """Returns the name of a variable for messages. Prints one without a path, such as a `tf.Variable`."""
+    return variable.path if hasattr(variable, "path") else str(variable)
+
+
 def overwrites_variable(variable: Variable) -> bool:
     """Whether the "gradient" of a variable is its next value, as for the scales of float8 training."""
     return bool(getattr(variable, "overwrite_with_gradient", False))

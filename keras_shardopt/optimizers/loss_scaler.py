@@ -175,8 +175,7 @@ class AutomaticLossScaler:
         return [ops.where(is_informative, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
-        # If bounds are reversed, this order of minimum and maximum gives OpenSeq2Seq's result. Bounds are Python
-        # floats, because Keras on PyTorch would copy other numbers to the device and wait.
+        # If bounds are reversed, this order of minimum and maximum gives OpenSeq2Seq's result.
         return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
     # -- methods that read or change the state -------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import UNKNOWN, Gradients, Variable
+from keras_shardopt.numerics import UNKNOWN, Gradients, Variable, path_of
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -50,7 +50,7 @@ class ReportsNonFinite(OptimizerWrapper):
             self._nonfinite.report(self._names(), from_now)
 
     def _names(self) -> list[str]:
-        return [getattr(v, "path", str(v)) for v in self._trainable_variables]
+        return list(map(path_of, self._trainable_variables))
 
     @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:

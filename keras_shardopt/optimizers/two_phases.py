@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Tensor, Variable, path_of
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
 from keras_shardopt.wrapping.rollback import save_before_assignment
@@ -113,7 +113,7 @@ class TwoPhases:
                 )
             return list(self._trainable_variables)
         variables = list(var_list)
-        frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
+        frozen = [path_of(v) for v in variables if not getattr(v, "trainable", True)]
         if frozen or not variables:
             raise ValueError(
                 f"`var_list` must hold trainable variables. Received: {frozen or variables}"

@@ -77,9 +77,11 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        # Convert an index among the step's variables to one among the optimizer's. `UNKNOWN` (-1) stays `UNKNOWN`.
-        positions = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
-        source = ops.stack([found_inf[1], ops.take(positions, found_inf[2] % (len(step.variables) + 1), axis=0)])
+        source, positions = found_inf[1:], [*map(self._context.position, step.variables), UNKNOWN]
+        if positions[:-1] != [*range(len(positions) - 1)]:
+            # Convert an index among the step's variables to one among the optimizer's. `UNKNOWN` (-1) stays `UNKNOWN`.
+            index = ops.take(ops.convert_to_tensor(positions, "int32"), found_inf[2] % len(positions), axis=0)
+            source = ops.stack([found_inf[1], index])
         self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
         if self._skips_inside:
             proceed(step)
@@ -115,10 +117,12 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     if not checked:
         return ops.zeros((), "int32")
     is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in checked]))
-    positions = ops.convert_to_tensor([i + 1 for i in checked], "int32")
-    none = ops.full((), len(grads) + 1, "int32")
-    first = ops.min(ops.where(is_bad, positions, none))
-    return ops.where(ops.equal(first, none), ops.zeros_like(first), first)
+    # A copy of numbers to a GPU waits until the GPU has finished its work; `arange` and `positions * 0 + last` do not.
+    is_all = len(checked) == len(grads)
+    positions = ops.arange(1, len(grads) + 1, dtype="int32") if is_all else ops.convert_to_tensor(checked, "int32") + 1
+    last = len(grads) + 1
+    first = ops.min(ops.where(is_bad, positions, positions * 0 + last))
+    return ops.where(first == last, first * 0, first)
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
@@ -145,10 +149,10 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
     powers = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
     positions = ops.cast(ops.sum(digits * powers[None, :], axis=1), "int32")
     replicas = ops.arange(num_replicas, dtype="int32")
-    first = ops.min(ops.where(positions > 0, replicas, ops.full_like(replicas, num_replicas)))
+    first = ops.min(ops.where(positions > 0, replicas, replicas * 0 + num_replicas))
     is_first = ops.cast(ops.equal(replicas, first), "int32")
     position = ops.cast(ops.sum(positions * is_first), "int32") - 1
-    replica = ops.where(position >= 0, ops.cast(first, "int32"), ops.full((), UNKNOWN, "int32"))
+    replica = ops.where(position >= 0, ops.cast(first, "int32"), position * 0 + UNKNOWN)
     return ops.stack([replica, position])
 
 
@@ -163,7 +167,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     """Return (is nonfinite, `UNKNOWN` as replica, index) for gradients that are already reduced over replicas."""
     position = first_not_finite(grads, variables)
-    return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
+    return ops.stack([position, position * 0 + UNKNOWN, position - 1])
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
@@ -236,8 +240,9 @@ def move_and_check(
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
     """Return (is nonfinite, replica, index) from the index (from 1) of a nonfinite reduced, or local, gradient."""
     first = position if found is None else ops.where(found > 0, found, position)
-    replica = ops.full_like(first, 0 if num_replicas == 1 else UNKNOWN)
-    return ops.stack([position, ops.where(first > 0, replica, ops.full_like(replica, UNKNOWN)), first - 1])
+    unknown = first * 0 + UNKNOWN
+    replica = first * 0 if num_replicas == 1 else unknown
+    return ops.stack([position, ops.where(first > 0, replica, unknown), first - 1])
 
 
 def first_in_slices(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.traffic import note
-from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, path_of
 
 
 class MappedAxis(Communicator):
@@ -44,7 +44,7 @@ class MappedAxis(Communicator):
             return GradientState.LOCAL
         if not any(varying):
             return GradientState.SUMMED
-        names = [getattr(v, "path", str(v)) for g, v in zip(grads, variables) if g is not None and self._varies(g)]
+        names = [path_of(v) for g, v in zip(grads, variables) if g is not None and self._varies(g)]
         raise ValueError(
             "Gradients must all be local (weights cast to varying), or all be summed by `shard_map`. "
             f"Received: local gradients for {names} only. "

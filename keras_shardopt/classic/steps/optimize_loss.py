@@ -15,7 +15,7 @@ from keras_shardopt.classic.build import build_optimizer
 from keras_shardopt.classic.summaries.event_file import checked_log_dir
 from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries
-from keras_shardopt.numerics import Optimizer, Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable, path_of
 from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
@@ -349,7 +349,7 @@ def _trained(var_list: Sequence[Variable] | None, model: Any) -> list[Variable]:
     variables = check.sequence("var_list", model.trainable_variables if var_list is None else var_list, at_least=0)
     if not all(hasattr(variable, "assign") for variable in variables):
         raise TypeError(f"`var_list` must be a list of variables. Received: var_list={var_list!r}")
-    frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
+    frozen = [path_of(v) for v in variables if not getattr(v, "trainable", True)]
     if frozen or not variables:
         raise ValueError(
             f"`{'model' if var_list is None else 'var_list'}` must contain trainable variables. Received: "

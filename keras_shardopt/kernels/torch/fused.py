@@ -227,8 +227,9 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
     # w -= (lr sqrt(b_2) / b_1) m / (sqrt(v) + eps). The kernel therefore gets lr sqrt(b_2) / b_1 in Keras' precision,
     # and an infinite step count, for which its own b_i are 1.
     dtype, device = columns.like.dtype, columns.like.device
-    step = ops.cast(optimizer.iterations + 1, dtype)
-    power_1, power_2 = (ops.power(ops.cast(beta, dtype), step) for beta in (optimizer.beta_1, optimizer.beta_2))
+    step = (ops.convert_to_tensor(optimizer.iterations) + 1).to(dtype)
+    betas = optimizer.beta_1, optimizer.beta_2
+    power_1, power_2 = (torch.pow(_constant(beta, dtype, step.device), step) for beta in betas)
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
     if device.type != "cpu":
         rate = rate.to(torch.float32)  # on accelerators, the kernel needs float32
@@ -242,7 +243,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
             momentums,
             velocities,
             *(largest or [[]]),
-            [_infinite_step(device)] * len(weights),
+            [_constant(math.inf, torch.float32, device)] * len(weights),
             lr=rate.to(device),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
@@ -254,8 +255,9 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
 
 
 @functools.lru_cache(maxsize=16)
-def _infinite_step(device: torch.device) -> Tensor:
-    return torch.tensor(float("inf"), dtype=torch.float32, device=device)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Kept, because a copy to a GPU waits until the GPU has finished its work.
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 # -- SGD -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Rank 0 of four on a GPU, none of which exist: what a `fit` makes the host wait for, in each mode.
+"""Rank 0 of some on a GPU, none of which exist: what a `fit` makes the host wait for, in each mode.
 
-python fake_cuda.py GUARD.so RESULT.json
+python fake_cuda.py GUARD.so RESULT.json RANKS
 
 PyTorch's fake tensors have a device and no values. GUARD.so (fake_cuda.cpp) lets PyTorch's autograd take them for those
 of a GPU. Messages between ranks travel on the host, so they and the data are real. A number that the program reads from
@@ -30,7 +30,7 @@ import keras_shardopt as ks
 from keras_shardopt.backends.torch import process_group, processes
 from keras_shardopt.fit.torch import batches, session
 
-NUM_RANKS, WARM_UP, NUM_STEPS = 4, 3, 4
+NUM_RANKS, WARM_UP, NUM_STEPS = int(sys.argv[3]), 3, 4
 
 
 def unchanged(grads, variables):
@@ -47,6 +47,7 @@ def mixing(grads, variables):
 
 WRAPPERS = {
     "fused=False": lambda inner: ks.CrossShard(inner, fused=False),
+    "raise": lambda inner: ks.CrossShard(inner, on_nonfinite="raise"),
     "LossScaling": lambda inner: ks.CrossShard(ks.LossScaling(inner)),
     "GradientClipping": lambda inner: ks.CrossShard(ks.GradientClipping(inner, 1.0)),
     "virtual_replicas": lambda inner: ks.CrossShard(inner, virtual_replicas=2 * NUM_RANKS),

@@ -173,3 +173,25 @@ def test_arguments_cannot_be_changed_afterwards(name):
         AttributeError, match=f"`{name}` of a `CrossShard` cannot be changed. Received: 'x'. Create a new"
     ):
         setattr(optimizer, name, "x")
+
+
+def test_raise_reads_no_weights_to_name_them(monkeypatch):
+    optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), on_nonfinite="raise")
+    weight = keras.Variable(np.ones(2, "float32"))
+    printed = []
+    monkeypatch.setattr(keras.Variable, "__repr__", lambda self: printed.append(self.path) or self.path)
+    optimizer.apply([keras.ops.ones(2)], [weight])
+    assert not printed
+    with pytest.raises(FloatingPointError, match=weight.path):
+        optimizer.apply([keras.ops.array([1.0, np.nan])], [weight])
+
+
+def test_the_name_of_a_nonfinite_gradient_does_not_depend_on_the_order():
+    optimizer = ks.CrossShard(keras.optimizers.SGD(0.1), on_nonfinite="skip")
+    weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in "abc"]
+    optimizer.build(weights)
+    finite, bad = keras.ops.ones(2), keras.ops.array([1.0, np.nan])
+    for given in (weights, weights[::-1], weights[1:], [weights[2], weights[0]]):
+        for each in given:
+            optimizer.apply([bad if weight is each else finite for weight in given], given)
+            assert optimizer.last_nonfinite == (0, each.path)
