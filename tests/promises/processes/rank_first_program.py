@@ -415,6 +415,17 @@ def keras_own_backup_goes_on_where_training_was(scope):
 
 
 @check
+def keras_own_backup_that_rank_0_cannot_begin_raises_on_all_ranks(scope):
+    with folder_of_all() as folder:
+        no_folder = os.path.join(folder, "file")
+        if scope.is_chief:
+            pathlib.Path(no_folder).write_text("")
+        backup = keras.callbacks.BackupAndRestore(os.path.join(no_folder, "backup"))
+        refused(lambda: fit(compiled(scope), epochs=1, callbacks=[backup]), OSError, "Not a directory")
+        fit(compiled(scope), epochs=1)  # the ranks still take the same turns
+
+
+@check
 def statistics_of_an_epoch_that_is_stopped_are_averaged_when_training_goes_on(scope):
     layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(Y.shape[1])]
     mine = compiled(scope, keras.Sequential([keras.Input(X.shape[1:]), *layers]))
