@@ -323,7 +323,7 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-**Not tested on several GPUs, TPUs or physically separate machines.** All results are from CPUs of one machine; tests of several
+**The tests do not run on GPUs, TPUs or physically separate machines.** All results are from CPUs of one machine; tests of several
 machines use network namespaces. Steps on JAX are also [compiled for TPU v5e and H100](compiled.md). TensorFlow and JAX
 run on several CPU devices of one process, unless the row names several processes. PyTorch runs in several processes
 with "gloo".

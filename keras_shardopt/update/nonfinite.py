@@ -122,7 +122,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     positions = ops.arange(1, len(grads) + 1, dtype="int32") if is_all else ops.convert_to_tensor(checked, "int32") + 1
     last = len(grads) + 1
     first = ops.min(ops.where(is_bad, positions, positions * 0 + last))
-    return ops.where(first == last, first * 0, first)
+    return ops.where(first < last, first, first * 0)
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:

@@ -184,7 +184,8 @@ def _devices(target: Target) -> Any:
         os.environ.setdefault("TPU_LIBRARY_PATH", str(pathlib.Path(found.origin).parent / "libtpu.so"))
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query the cloud for the machine type
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # safe, because no process holds a TPU
-        host = {"chips_per_host_bounds": (1, 1, 1)} if target.num_devices == 1 else {}  # by default, hosts have more
+        is_one = target.num_devices == 1 and not target.topology.startswith("v4")  # whose chip is two devices
+        host = {"chips_per_host_bounds": (1, 1, 1)} if is_one else {}  # by default, hosts have more chips
         try:
             topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **host)
         except jax.errors.JaxRuntimeError as error:

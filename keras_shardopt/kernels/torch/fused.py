@@ -229,7 +229,8 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
     dtype, device = columns.like.dtype, columns.like.device
     step = (ops.convert_to_tensor(optimizer.iterations) + 1).to(dtype)
     betas = optimizer.beta_1, optimizer.beta_2
-    power_1, power_2 = (torch.pow(_constant(beta, dtype, step.device), step) for beta in betas)
+    # `torch.full` fills on the device. `ops.cast(beta, dtype)` would copy, and wait until a GPU has finished its work.
+    power_1, power_2 = (torch.pow(torch.full((), beta, dtype=dtype, device=step.device), step) for beta in betas)
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
     if device.type != "cpu":
         rate = rate.to(torch.float32)  # on accelerators, the kernel needs float32
@@ -243,7 +244,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
             momentums,
             velocities,
             *(largest or [[]]),
-            [_constant(math.inf, torch.float32, device)] * len(weights),
+            [torch.full((), math.inf, dtype=torch.float32, device=device)] * len(weights),
             lr=rate.to(device),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
@@ -252,12 +253,6 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
             amsgrad=bool(largest),
             maximize=False,
         )
-
-
-@functools.lru_cache(maxsize=16)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept, because a copy to a GPU waits until the GPU has finished its work.
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 # -- SGD -----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ def mixing(grads, variables):
 
 WRAPPERS = {
     "fused=False": lambda inner: ks.CrossShard(inner, fused=False),
-    "raise": lambda inner: ks.CrossShard(inner, on_nonfinite="raise"),
     "LossScaling": lambda inner: ks.CrossShard(ks.LossScaling(inner)),
     "GradientClipping": lambda inner: ks.CrossShard(ks.GradientClipping(inner, 1.0)),
     "virtual_replicas": lambda inner: ks.CrossShard(inner, virtual_replicas=2 * NUM_RANKS),
