@@ -113,6 +113,18 @@ def speedup() -> str:
 
 
 @written
+def gpu() -> str:
+    optimizers = ("Keras Adam", "CrossShard(Adam)", "torch.optim.Adam(fused=True)")
+    rows = []
+    for backend, name in {"torch": "PyTorch", "jax": "JAX"}.items():
+        tables = tables_of(f"On a GPU with {backend}")
+        for size, table in zip(("100 million", "1 billion"), tables):  # the default of `--weights`
+            times = {row[0]: row[1] for row in table}
+            rows.append((f"{name}, {size} weights", *(times.get(optimizer, "") for optimizer in optimizers)))
+    return markdown("update | Keras' Adam | `CrossShard(Adam)` | `torch.optim.Adam(fused=True)`", rows)
+
+
+@written
 def small_models() -> str:
     rows = []
     for ranks in (1, 2, 4, 8):

@@ -323,8 +323,8 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-**The tests do not run on GPUs, TPUs or physically separate machines.** All results are from CPUs of one machine; tests of several
-machines use network namespaces. Steps on JAX are also [compiled for TPU v5e and H100](compiled.md). TensorFlow and JAX
+**The tests do not run on GPUs, TPUs or physically separate machines.** All results are from CPUs of one machine; tests
+of several machines use network namespaces. Steps on JAX are also [compiled for TPU v5e and H100](compiled.md). TensorFlow and JAX
 run on several CPU devices of one process, unless the row names several processes. PyTorch runs in several processes
 with "gloo".
 

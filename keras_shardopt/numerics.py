@@ -124,6 +124,14 @@ def path_of(variable: Variable) -> str:
     return variable.path if hasattr(variable, "path") else str(variable)
 
 
+def filled_like(value: Tensor, number: int) -> Tensor:
+    """Returns a tensor like `value` with this number in all elements, which waits for no GPU.
+
+    On PyTorch, `ops.full_like` copies the number to the GPU and reads it back.
+    """
+    return ops.zeros_like(value) + number
+
+
 def overwrites_variable(variable: Variable) -> bool:
     """Whether the "gradient" of a variable is its next value, as for the scales of float8 training."""
     return bool(getattr(variable, "overwrite_with_gradient", False))

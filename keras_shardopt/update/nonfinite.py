@@ -20,7 +20,7 @@ from keras import ops
 from keras_shardopt.backends import norms
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, overwrites_variable, values_of
+from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, filled_like, overwrites_variable, values_of
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.exchange import Moved, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
@@ -117,12 +117,12 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     if not checked:
         return ops.zeros((), "int32")
     is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in checked]))
-    # A copy of numbers to a GPU waits until the GPU has finished its work; `arange` and `positions * 0 + last` do not.
+    # `arange` is made on the device; a list would be copied to it.
     is_all = len(checked) == len(grads)
     positions = ops.arange(1, len(grads) + 1, dtype="int32") if is_all else ops.convert_to_tensor(checked, "int32") + 1
     last = len(grads) + 1
-    first = ops.min(ops.where(is_bad, positions, positions * 0 + last))
-    return ops.where(first < last, first, first * 0)
+    first = ops.min(ops.where(is_bad, positions, filled_like(positions, last)))
+    return ops.where(first < last, first, ops.zeros_like(first))
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
@@ -149,10 +149,10 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
     powers = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
     positions = ops.cast(ops.sum(digits * powers[None, :], axis=1), "int32")
     replicas = ops.arange(num_replicas, dtype="int32")
-    first = ops.min(ops.where(positions > 0, replicas, replicas * 0 + num_replicas))
+    first = ops.min(ops.where(positions > 0, replicas, filled_like(replicas, num_replicas)))
     is_first = ops.cast(ops.equal(replicas, first), "int32")
     position = ops.cast(ops.sum(positions * is_first), "int32") - 1
-    replica = ops.where(position >= 0, ops.cast(first, "int32"), position * 0 + UNKNOWN)
+    replica = ops.where(position >= 0, ops.cast(first, "int32"), filled_like(position, UNKNOWN))
     return ops.stack([replica, position])
 
 
@@ -167,7 +167,7 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     """Return (is nonfinite, `UNKNOWN` as replica, index) for gradients that are already reduced over replicas."""
     position = first_not_finite(grads, variables)
-    return ops.stack([position, position * 0 + UNKNOWN, position - 1])
+    return ops.stack([position, filled_like(position, UNKNOWN), position - 1])
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
@@ -240,8 +240,8 @@ def move_and_check(
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
     """Return (is nonfinite, replica, index) from the index (from 1) of a nonfinite reduced, or local, gradient."""
     first = position if found is None else ops.where(found > 0, found, position)
-    unknown = first * 0 + UNKNOWN
-    replica = first * 0 if num_replicas == 1 else unknown
+    unknown = filled_like(first, UNKNOWN)
+    replica = ops.zeros_like(first) if num_replicas == 1 else unknown
     return ops.stack([position, ops.where(first > 0, replica, unknown), first - 1])
 
 

@@ -177,7 +177,7 @@ FAULTS = [
     # What is not finite.
     fault(
         "update/nonfinite.py",
-        "first = ops.min(ops.where(is_bad, positions, positions * 0 + last))",
+        "first = ops.min(ops.where(is_bad, positions, filled_like(positions, last)))",
         "first = ops.min(positions)",
         "promises/test_compression.py::test_what_is_not_finite_is_noticed",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import UNKNOWN, map_values
+from keras_shardopt.numerics import UNKNOWN, filled_like, map_values
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import check_reduced
 from keras_shardopt.update.options import CrossShardOptions
@@ -41,7 +41,7 @@ class OwnGradients(AllReduce):
             return step
         found = check_reduced(grads, step.variables)
         if own is not None and not isinstance(own, tuple):  # found before clipping, which spreads NaN to all gradients
-            found = ops.where(own > 0, ops.stack([own, own * 0 + UNKNOWN, own - 1]), found)
+            found = ops.where(own > 0, ops.stack([own, filled_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 

@@ -237,6 +237,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
     # PyTorch multiplies the decay by the kernel's rate, Keras by `learning_rate`, so correct the decay by their ratio.
     decay = optimizer.weight_decay * _as_float(learning_rate) / (float(rate) or 1.0) if decays else 0.0
     kernel = torch._fused_adamw_ if decays else torch._fused_adam_
+    infinite = torch.full((), math.inf, dtype=torch.float32, device=device)
     for weights, grads, momentums, velocities, *largest in columns.lists():
         kernel(
             weights,
@@ -244,7 +245,7 @@ def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns
             momentums,
             velocities,
             *(largest or [[]]),
-            [torch.full((), math.inf, dtype=torch.float32, device=device)] * len(weights),
+            [infinite] * len(weights),
             lr=rate.to(device),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
