@@ -186,6 +186,14 @@ def test_files_hold_the_shapes_of_the_weights_and_fit_any_number_of_devices(tmp_
     assert int(plain.optimizer.iterations) == 4
 
 
+def test_a_variable_of_one_element_is_not_padded():
+    with ks.data_parallel(3):
+        optimizer = ks.CrossShard(momentum(), shard_state=True)
+        fitted(compiled(optimizer, widths=(32, 16, 1)), 1)
+    divided = [variable for variable in optimizer.variables if optimizer._shards.is_divided(variable)]
+    assert [tuple(optimizer._shards.stored_shape(variable)) for variable in divided] == [(32, 16), (16,), (16, 1)]
+
+
 @pytest.mark.parametrize("num_replicas", some([3, 6, 7], [3]))
 def test_parts_for_sharded_checkpoints_hold_each_element_once_and_no_padding(num_replicas):
     with ks.data_parallel(num_replicas):

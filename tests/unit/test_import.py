@@ -185,7 +185,7 @@ def test_ranks_that_train_apart_are_found_after_any_use(first):
 @pytest.mark.backends("torch", "jax")
 @pytest.mark.xdist_group("processes")
 def test_processes_of_a_job_are_seeded_without_tensorflow():
-    assert printed()[-1] == "in a job"
+    assert "in a job" in printed()  # optree can print more while Python 3.13 ends
 
 
 WITHOUT_FRAMEWORKS = """

@@ -859,6 +859,21 @@ def slices_of_what_is_not_finite_name_the_rank(scope):
 
 @check
 @KNOWN
+def slices_whose_sum_overflows_by_itself_are_finite(scope):
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((16,)), dense])
+    optimizer = cross_shard(keras.optimizers.SGD(1e-38, momentum=0.5), shard_state=True, on_nonfinite="skip")
+    model.compile(optimizer, lambda target, output: keras.ops.mean(output, axis=-1))
+    x, y = np.full((8, 16), 1e38, "float32"), np.zeros((8, 1), "float32")
+    with exchanged() as calls:
+        model.fit(x, y, batch_size=4, verbose=0)
+    assert any(inside for _, inside in calls), calls
+    assert int(optimizer.skipped_steps) == 0 and int(optimizer.iterations) == 2
+    np.testing.assert_allclose(dense.kernel.numpy(), -2.5, rtol=1e-6)
+
+
+@check
+@KNOWN
 def slices_of_gradients_meet_what_others_meet(scope):
     MORE["shard_state"] = True
     for same in (

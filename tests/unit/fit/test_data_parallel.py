@@ -310,7 +310,7 @@ THREADS = [
 @with_processes
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
-    ("given", "arguments", "expected"), suites.some(THREADS, lambda case: case[:2] in [({}, "2 4"), ({}, "16 4")])
+    ("given", "arguments", "expected"), suites.some(THREADS, lambda case: case[:2] in [({}, "2 6"), ({}, "16 4")])
 )
 def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many(given, arguments, expected):
     program = (

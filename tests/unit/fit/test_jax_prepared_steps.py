@@ -10,6 +10,7 @@ from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends import phases
+from keras_shardopt.fit.jax import batches
 
 pytestmark = pytest.mark.backends("jax")
 
@@ -119,6 +120,7 @@ def test_training_goes_on_after_averages_have_become_the_weights(policy):
 def test_one_process_waits_for_no_other():
     recorder = phases.Recorder("other")
     with compiled(net, replica_clipnorm=1.0) as model:
+        assert not batches.is_together()
         recorder.start()
         model.fit(X, Y, batch_size=7, verbose=0)
         model.evaluate(X, Y, batch_size=8, verbose=0)
