@@ -44,7 +44,9 @@ def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows():
 VALUES = ["recurrent-SGD-plain", "normalizing-SGD-accumulated", "masked-SGD-plain", "paired-SGD-weighted"]
 
 
-@pytest.mark.parametrize("case", some([*VALUES, "recurrent-SGD-weighted"], ("paired-SGD-weighted",)))
+@pytest.mark.parametrize(
+    "case", some([*VALUES, "recurrent-SGD-weighted"], ("paired-SGD-weighted", "normalizing-SGD-accumulated"))
+)
 def test_values_are_those_of_the_optimizer_without_parts(case):
     same_bits.assert_values_are_those_without_parts(case, num_devices=2, num_parts=2)
 
