@@ -5,6 +5,8 @@ import pytest
 from promises.problems import memory
 from support.suites import some
 
+import keras_shardopt as ks
+
 NUM_REPLICAS = 2
 WEIGHTS = 4 * memory.NUM_WEIGHTS
 ON_TORCH = keras.config.backend() == "torch"
@@ -54,3 +56,11 @@ def test_the_report_is_printed_by_kind(world):
     rows = {line.split("  ")[1]: line.split()[-2:] for line in found.splitlines() if line.startswith("  ")}
     assert rows["weights"] == ["408", "408"]
     assert rows["gradients"] == ["408", "0" if ON_TORCH else "unknown"]
+
+
+def test_one_replica_needs_no_buffers():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    kinds = model.optimizer.memory_report().kinds
+    assert [kinds[kind].predicted for kind in ("weights", "gradients", "buffers")] == [72, 72, 0]
