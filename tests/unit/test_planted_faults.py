@@ -1615,6 +1615,39 @@ FAULTS = [
         "if isinstance(value, list):",
         "promises/test_sharded_weights_ranks.py::test_on_ranks[2-functions_take_weights_in_a_tuple]",
     ),
+    fault(
+        "backends/torch/overlap.py",
+        "last - mine if mine else 0",
+        "last - mine if mine else 1",
+        "promises/test_overlap_ranks.py::test_on_ranks[2-slices_whose_sum_overflows_by_itself_are_finite]",
+    ),
+    fault(
+        "sharding/padded_layout.py",
+        "size_of(v) > 1",
+        "size_of(v) >= 1",
+        "promises/test_padded_state_jax.py::test_a_variable_of_one_element_is_not_padded",
+        backend="jax",
+    ),
+    fault(
+        "fit/jax/batches.py",
+        "return jax.process_count() > 1 and allows",
+        "return jax.process_count() >= 1 and allows",
+        "unit/fit/test_jax_prepared_steps.py::test_one_process_waits_for_no_other",
+        backend="jax",
+    ),
+    fault(
+        "extensions/equal_bits/jax.py",
+        "    stacks_windows = False",
+        "    stacks_windows = True",
+        f"{DEVICES}::test_values_are_those_of_the_optimizer_without_parts[normalizing-SGD-accumulated]",
+        backend="jax",
+    ),
+    fault(
+        "update/reducers.py",
+        "return 0, 0 if num_ranks",
+        "return 1, 0 if num_ranks",
+        "promises/test_memory_report.py::test_one_replica_needs_no_buffers",
+    ),
 ]
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 HERE = [each for each in FAULTS if each.backend == BACKEND and each.keras <= KERAS]
