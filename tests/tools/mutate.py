@@ -150,7 +150,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["record", "plant"])
     parser.add_argument("folder", type=lambda text: pathlib.Path(text).resolve(), help="for what `record` finds")
-    parser.add_argument("paths", nargs="*", help="files and folders of the package, or arguments of pytest")
+    parser.add_argument("paths", nargs="*", help="files and folders; or, after `--`, pytest arguments")
     parser.add_argument("--changes", type=int, default=30, help="drawn from all that can be made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", type=int, help="numbers of changes; all by default")
