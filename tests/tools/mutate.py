@@ -14,6 +14,7 @@ import ast
 import collections
 import concurrent.futures
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -23,7 +24,11 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from support import launch
+
+ROOT = launch.TESTS.parent
 PACKAGE = ROOT / "keras_shardopt"
 BACKENDS = ("torch", "jax", "tensorflow")
 MOST_TESTS, SECONDS = 60, 400  # for each change and backend
@@ -111,12 +116,10 @@ def tests_of(folder, backend, file, nodes):
         found = set().union(*(by_line[file].get(line, ()) for line in range(node.lineno, node.end_lineno + 1)))
         if found or isinstance(node, ast.FunctionDef):
             break
-    by_file = collections.Counter()
-    ordered = []
+    by_file = collections.defaultdict(list)
     for test in sorted(found, key=lambda test: (size[test], test)):
-        by_file[test.partition("::")[0]] += 1
-        ordered.append((by_file[test.partition("::")[0]], size[test], test))
-    return [test for *_, test in sorted(ordered)[:MOST_TESTS]]
+        by_file[test.partition("::")[0]].append(test)
+    return [test for each in itertools.zip_longest(*by_file.values()) for test in each if test][:MOST_TESTS]
 
 
 def plant(folder, file, nodes, new):
@@ -130,14 +133,15 @@ def plant(folder, file, nodes, new):
             shutil.copytree(PACKAGE, f"{copy}/keras_shardopt", ignore=shutil.ignore_patterns("__pycache__"))
             path = pathlib.Path(copy, "keras_shardopt", file)
             path.write_text(changed(path.read_text(), nodes[-1], new))
-            program = [sys.executable, "tests/unit/test_planted_faults.py", copy, f"{copy}/outcome.json", "-x", *tests]
-            paths = os.pathsep.join([copy, str(ROOT / "tests"), str(ROOT)])
-            environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+            program = [sys.executable, str(ROOT / "tests/unit/test_planted_faults.py"), copy, f"{copy}/outcome.json"]
+            environment = launch.variables(backend, OMP_NUM_THREADS="1")
+            environment["PYTHONPATH"] = os.pathsep.join([copy, environment["PYTHONPATH"]])
             try:
-                subprocess.run(program, env=environment, cwd=ROOT, timeout=SECONDS, capture_output=True)
-            except subprocess.TimeoutExpired:
-                ran.append(f"{backend}: more than {SECONDS} s")
-                continue
+                launch.run([*program, "-x", *tests], SECONDS, environment)
+            except launch.WorkersFailed as failure:
+                if str(failure).startswith("not finished"):
+                    ran.append(f"{backend}: more than {SECONDS} s")
+                    continue
             outcome = pathlib.Path(copy, "outcome.json")
             found = json.loads(outcome.read_text()) if outcome.exists() else {"failed": [], "passed": []}
         if found["failed"] or not found["passed"]:
@@ -160,7 +164,6 @@ def main():
     paths = [pathlib.Path(path).resolve() for path in given.paths]
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
     possible = [(file.relative_to(PACKAGE), *each) for file in files for each in changes(ast.parse(file.read_text()))]
-
     drawn = random.Random(given.seed).sample(possible, min(given.changes, len(possible)))
 
     def planted(number):
