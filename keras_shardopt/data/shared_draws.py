@@ -39,9 +39,12 @@ class SharedDraws:
     Inside `drawing()`, the global random numbers of Python, NumPy and PyTorch begin with the state that process 0 had
     at the start of the epoch. So the rows have the order that process 0 draws. After the block, a process that had the
     same state as process 0 keeps the state after the draws, as with one process. Other processes restore their states.
+
+    With `is_shared=False`, each process draws its own order, and `drawing()` has no effect.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool = True) -> None:
+        self._is_shared = is_shared
         self._states: dict[str, Any] | None = None
         self._is_drawing = False
         self._num_calls = 0
@@ -51,9 +54,12 @@ class SharedDraws:
         self._states = None
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Opens a block that draws the order of data. All processes must enter the first block of an epoch together."""
-        if self._is_drawing:
+    def drawing(self, draws: bool = True) -> Iterator[None]:
+        """Opens a block that draws the order of data. All processes must enter the first block of an epoch together.
+
+        With `draws=False`, the block has no effect.
+        """
+        if not (self._is_shared and draws) or self._is_drawing:
             yield
             return
         if self._states is None or self._num_calls != _num_calls:

@@ -1389,7 +1389,7 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(
-        "fit/tensorflow/workers.py",
+        "fit/shared_epoch.py",
         "if facts[0][1] and len(set(facts)) == 1:",
         "if len(set(facts)) == 1:",
         "promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",

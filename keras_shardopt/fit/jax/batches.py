@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,17 +34,16 @@ from keras_shardopt.backends.jax.processes import MADE_HERE, announce, gather_ob
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
 from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
-from keras_shardopt.data.split_data import is_from_shard_data, is_split
-from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
+from keras_shardopt.data.split_data import is_split
 from keras_shardopt.fit.calls import num_rows, warn_of_unequal_start
-from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
+from keras_shardopt.fit.shared_epoch import NEXT_BATCH, SharedEpoch
+from keras_shardopt.fit.sharing import sharing_of
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.wrapping.chain import shared_variables
 
 _ALLOWS_UNEVEN = "_keras_shardopt_allows_uneven"
 SPLITS_SEPARATE_PART = "_keras_shardopt_splits_own_part"
-_NEXT_BATCH = "takes the next batch of a prepared model"
 
 _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
@@ -149,7 +147,7 @@ def _distribute_data(data: Any, *args: Any, pads: bool | None = None, **kwargs: 
     rows = 0 if data is None else num_rows(data)
     everywhere = [rows]
     if jax.process_count() > 1:
-        everywhere = announce(_NEXT_BATCH, rows)
+        everywhere = announce(NEXT_BATCH, rows)
     if not any(everywhere):
         return None
     if is_sparse(data):
@@ -239,8 +237,10 @@ def _joined(data: Any, num_rows: int) -> Any:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
 
 
-class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Yields batches until all processes have none left. A process without a batch takes part with zero rows."""
+
+    _gather_objects, _announce = staticmethod(gather_objects), staticmethod(announce)
 
     def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
         self._model = model = caller_instance()  # found on the call stack, because Keras does not pass the model
@@ -248,13 +248,12 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._is_together = is_together()
         self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
         self._is_whole = self._is_together and _takes_whole(model, *data)
-        self._is_compared = False
+        self._is_separate = self._is_together and not self._is_whole
         self._pads = False
-        self._draws = SharedDraws() if self._is_whole else None
+        self._draws = SharedDraws(self._is_whole)
         if self._is_together:
-            is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
-            self._check_kind(data, is_meant or is_from_shard_data(*data))
-        with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
+            self._check_kind(data, is_meant=not self._trains or model is None or sharing_of(model).auto_shard)
+        with self._draws.drawing(hasattr(x, "__next__")):
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
         # Keras builds the model from the first batch, so do not pad that batch. `reset` sets `_pads` for later batches.
         # But `predict` (without `y`) of a built model does not call `reset`, so set `_pads` here.
@@ -264,29 +263,18 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         # An `ArrayDataAdapter` shuffles when `parts` reads its first batch, so `__next__` draws no random numbers.
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
-            self._draws = None
+            self._draws = SharedDraws(is_shared=False)
         self._check_sizes()
         self._agree_on_length()
-
-    def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if only some processes have all rows. Warn if all have equal rows, unless `is_meant`."""
-        facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
-        check_kinds([is_whole for is_whole, _ in facts])
-        if facts[0][1] and len(set(facts)) == 1:
-            warn_of_same_parts()
-
-    def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._draws is None else self._draws.drawing()
 
     def __iter__(self) -> Any:
         if self._is_together and self._trains and is_prepared(self._model):
             _start_equal(self._model)  # compare again: callbacks may have changed values on one process only
-        if self._draws is not None:
-            self._draws.forget()
+        self._draws.forget()
         return super().__iter__()
 
     def __next__(self) -> Any:
-        with contextlib.nullcontext() if self._has_arrays else self._drawing():
+        with self._draws.drawing(not self._has_arrays):
             return super().__next__()
 
     def _check_sizes(self) -> None:
@@ -307,15 +295,10 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def reset(self) -> None:
         """Prepare the next epoch, with batches drawn in the same order on all processes."""
-        with contextlib.nullcontext() if self._has_arrays else self._drawing():
+        with self._draws.drawing(not self._has_arrays):
             super().reset()
         self._agree_on_length()
         self._pads = self._can_pad
-
-    def _agree_on_length(self) -> None:
-        if self._is_together and not self._is_whole:
-            lengths = gather_objects(self.data_adapter.num_batches, "starts an epoch of a prepared model")
-            self._num_batches = None if None in lengths else max(lengths)
 
     def _get_iterator(self) -> Iterator[Any]:
         if not allows_uneven(keras.distribution.distribution()):
@@ -346,22 +329,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     def parts(self) -> Iterator[Any]:
         """Yield batches that each process loads whole, divided among devices. Raise if batches of processes differ."""
         distribution = keras.distribution.distribution()
-        batches = iter(self.data_adapter.get_jax_iterator())
-        for step in itertools.count():
-            with self._drawing():
-                batch = next(batches, None)
-            if not self._is_compared:
-                self._is_compared = True
-                mine = self.data_adapter.num_batches, 0 if batch is None else checksum(batch)
-                facts = gather_objects(mine, "compares its first batch")
-                lengths, first_batches = zip(*facts)
-                check_alike(lengths, first_batches)
-            mine = (0, 0) if batch is None else (num_rows(batch), fingerprint(batch))
-            prints = announce(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
-            if len(set(prints)) > 1:
-                check_batches(gather_objects(mine, "compares a batch"), step)
-            if not mine[0]:
-                return
+        for batch in self._whole_batches(iter(self.data_adapter.get_jax_iterator())):
             yield self._place(batch, distribution)
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import itertools
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,17 +38,11 @@ from keras_shardopt.backends.tensorflow.processes import (
     processes,
 )
 from keras_shardopt.data.shared_draws import SharedDraws, count_call, wait_for_batch_order
-from keras_shardopt.data.split_data import is_from_shard_data, is_split
-from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows, rows_of_parts
+from keras_shardopt.data.split_data import is_split
+from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.calls import call_silently, num_rows, warn_of_unequal_start
-from keras_shardopt.fit.sharing import (
-    check_alike,
-    check_batches,
-    check_kinds,
-    sharing_of,
-    splits_separate_part,
-    warn_of_same_parts,
-)
+from keras_shardopt.fit.shared_epoch import NEXT_BATCH, SharedEpoch
+from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
 from keras_shardopt.fit.tensorflow.batches import common_spec, is_packed, packed, rows_from, spec_of
 from keras_shardopt.wrapping.chain import shared_variables
 
@@ -75,7 +67,6 @@ class _Call:
 
 _running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("running", default=None)
 _GATHERS = "_keras_shardopt_gathers"
-_NEXT_BATCH = "takes the next batch of a prepared model"
 
 
 def are_several(model: Any) -> bool:
@@ -135,8 +126,10 @@ class _NoSharding:
         return dataset
 
 
-class WorkersIterator(tensorflow_trainer.TFEpochIterator):
+class WorkersIterator(SharedEpoch, tensorflow_trainer.TFEpochIterator):
     """Yields batches until all workers have none left. A worker that ends earlier yields batches without rows."""
+
+    _gather_objects, _announce = staticmethod(gather_objects), staticmethod(announce)
 
     def __init__(
         self,
@@ -154,55 +147,38 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         auto_shard = sharing_of(call.model).auto_shard
         is_part = call.splits_separate_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
         self._is_whole = auto_shard and not call.is_alone and not is_part
-        self._draws = SharedDraws() if self._is_whole else None
-        self._is_compared = False
+        self._draws = SharedDraws(self._is_whole)
         self._last: Any = None
         if not call.is_alone:
-            is_meant = self._is_whole or not self._trains or auto_shard
-            self._check_kind(data, is_meant or is_from_shard_data(*data))
+            self._check_kind(data, is_meant=auto_shard or not self._trains)
         if self._is_whole and self._trains:
             _share_seed()
-        with self._drawing():  # Keras reads the first batches of a generator here
+        with self._draws.drawing():  # Keras reads the first batches of a generator here
             super().__init__(_NoSharding(), x, y, sample_weight, **kwargs)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
         self._is_divided = isinstance(self._distributed_dataset, tf.distribute.DistributedDataset)  # user divided it
+        self._is_separate = not (self._is_whole or self._is_divided or call.is_alone)
         self._spec = None if self._is_divided else spec_of(self._distributed_dataset.element_spec)
         if not (call.is_alone or self._is_divided):
             self._spec = common_spec(gather_objects(self._spec, "compares the kinds of its tensors"))
         self._agree_on_length()
 
-    def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Raise ValueError if only some workers have all rows. Warn if all have equal rows, unless `is_meant`."""
-        facts = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
-        check_kinds([is_whole for is_whole, _ in facts])
-        if facts[0][1] and len(set(facts)) == 1:
-            warn_of_same_parts()
-
-    def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._draws is None else self._draws.drawing()
-
     def __iter__(self) -> Any:
         if self._trains:
             _start_equal(self._call.model)  # compare again: callbacks may have changed values on one worker only
-        if self._draws is not None:
-            self._draws.forget()
+        self._draws.forget()
         return super().__iter__()
 
     def __next__(self) -> Any:
-        with self._drawing():
+        with self._draws.drawing():
             return super().__next__()
 
     def reset(self) -> None:
         """Prepare the next epoch, with batches drawn in the same order on all workers."""
-        with self._drawing():
+        with self._draws.drawing():
             super().reset()
         self._agree_on_length()
-
-    def _agree_on_length(self) -> None:
-        if not (self._is_whole or self._is_divided or self._call.is_alone):
-            lengths = gather_objects(self.data_adapter.num_batches, "starts an epoch of a prepared model")
-            self._num_batches = None if None in lengths else max(lengths)
 
     def _get_iterator(self) -> Any:
         if self._is_divided:
@@ -213,35 +189,22 @@ class WorkersIterator(tensorflow_trainer.TFEpochIterator):
         batches = iter(self._distributed_dataset) if drawn else self.data_adapter.get_numpy_iterator()
         if self._call.is_alone:
             return map(self._divided, batches)
-        return self._whole_batches(batches) if self._is_whole else self._separate_batches(batches)
+        if self._is_whole:
+            return map(self._rows_of, self._whole_batches(batches))
+        return self._separate_batches(batches)
 
     def _separate_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this worker's batches, then batches without rows until no worker has a batch left."""
         while True:
             batch = next(batches, None)
-            if not any(announce(_NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):
+            if not any(announce(NEXT_BATCH, 0 if batch is None else int(num_rows(batch)))):
                 return
             yield self._divided(batch)
 
-    def _whole_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this worker's rows of batches that all workers load whole. Compare the batches of all workers."""
-        num_replicas = self._strategy.num_replicas_in_sync
-        for step in itertools.count():
-            with self._drawing():
-                batch = next(batches, None)
-            if not self._is_compared:
-                self._is_compared = True
-                mine = self.data_adapter.num_batches, 0 if batch is None else checksum(batch)
-                lengths, first_batches = zip(*gather_objects(mine, "compares its first batch"))
-                check_alike(lengths, first_batches)
-            mine = (0, 0) if batch is None else (int(num_rows(batch)), fingerprint(batch))
-            prints = announce(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
-            if len(set(prints)) > 1:
-                check_batches(gather_objects(mine, "compares a batch"), step)
-            if not mine[0]:
-                return
-            rows = rows_of_parts(mine[0], num_replicas)
-            yield self._packed(batch, rows[: self._first], rows[self._first : self._first + self._num_local])
+    def _rows_of(self, batch: Any) -> Any:
+        """Return this worker's rows of a batch that all workers load whole."""
+        rows = rows_of_parts(int(num_rows(batch)), self._strategy.num_replicas_in_sync)
+        return self._packed(batch, rows[: self._first], rows[self._first : self._first + self._num_local])
 
     def _divided(self, batch: Any) -> Any:
         rows = 0 if batch is None else int(num_rows(batch))

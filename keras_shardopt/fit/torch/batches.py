@@ -49,11 +49,11 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._is_compared = False
         self._first: Any = None if session is None else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
-        self._draws = SharedDraws() if self._is_whole else None
+        self._draws = SharedDraws(self._is_whole)
         comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
         if comparing is not None and self._first is None:
             comparing.compare(self._is_whole)  # before random draws, in which only ranks with the whole data take part
-        with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
+        with self._draws.drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
             super().__init__(x, y, sample_weight, *args, **kwargs)
         if comparing is not None and self._first is not None:
             self._is_compared = True
@@ -70,12 +70,9 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         session = running.get()
         return None if session is None or session.model is not self._model or session.ranks is None else session
 
-    def _drawing(self, draws: bool) -> contextlib.AbstractContextManager[None]:
-        return self._draws.drawing() if self._draws is not None and draws else contextlib.nullcontext()
-
     def reset(self) -> None:
         """Prepare the next epoch, with the same random draws on all ranks."""
-        with self._drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
+        with self._draws.drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
             super().reset()
 
     def __iter__(self) -> Any:
@@ -87,8 +84,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             session.has_started = False  # compare values again: callbacks may have changed some on one rank only
         if session is not None:
             session.begin_epoch()
-        if self._draws is not None:
-            self._draws.forget()
+        self._draws.forget()
         return super().__iter__()
 
     def _pull(self) -> Any:
@@ -99,10 +95,10 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             draws = True
         else:
             is_last = self._steps_seen >= self.data_adapter.num_batches
-            if is_last and self._draws is not None:
+            if is_last:
                 self._draws.forget()  # take rank 0's random state again, because a callback may have drawn numbers
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
-        with timed("input"), self._drawing(draws), self._on_host():
+        with timed("input"), self._draws.drawing(draws), self._on_host():
             return super().__next__()
 
     def _on_host(self) -> contextlib.AbstractContextManager[Any]:
