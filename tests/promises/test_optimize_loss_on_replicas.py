@@ -68,6 +68,16 @@ def test_variables_keep_their_layout_in_a_step():
     assert step._program({})._cache_size() == 1
 
 
+@pytest.mark.backends("jax")
+def test_a_variable_that_a_step_finds_is_placed_on_all_devices():
+    counter = keras.Variable(0.0, trainable=False)  # created before the devices are known, so on one device
+    with ks.data_parallel(2):
+        step = compiling.compile_step(lambda batch: [counter.assign_add(1.0), ops.sum(batch)][1], [], None)
+        assert float(step(np.ones((4, 3), "float32"))) == 12
+        assert counter.value.sharding.is_fully_replicated and len(counter.value.sharding.device_set) == 2
+        assert float(counter) == 1
+
+
 @pytest.mark.parametrize("config", some(steps.CONFIGS, ["everything"], "jax", "tensorflow"))
 def test_replicas_are_identical_and_equal_one_process(world, config):
     reference, losses, seen = one_process(config)

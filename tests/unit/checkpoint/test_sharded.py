@@ -651,10 +651,12 @@ def test_plain_keras_reads_a_consolidated_file_without_this_package(tmp_path):
 def test_the_command_lists_verifies_and_consolidates(tmp_path, capsys):
     model = trained()
     path = pathlib.Path(ks.save_sharded(model, tmp_path))
+    assert command.main(["list", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
     (tmp_path / "000007-step-1-0123abcd").mkdir()
     assert command.main(["list", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert f"{path}  step 1  epoch 0" in first and first.endswith("1 process")
+    assert f"{path}  step 1  epoch 0" in first and first.endswith("1 process") and first == line
     assert "incomplete" in second
     assert command.main(["list", str(path)]) == 0
     assert capsys.readouterr().out.splitlines() == [first]

@@ -165,6 +165,10 @@ def test_replicas_go_on_from_a_checkpoint(optimizer, tmp_path):
             of_no_model = SEVERAL[optimizer]()
         with pytest.raises(ValueError, match="must be built before"):
             tf.train.Checkpoint(model=tf.train.Checkpoint(optimizer=of_no_model)).restore(path)
+        with ks.data_parallel(1):
+            on_one = SEVERAL[optimizer]()
+        tf.train.Checkpoint(model=tf.train.Checkpoint(optimizer=on_one)).restore(path)
+        assert not on_one.built and int(on_one.iterations) == 4
 
 
 @pytest.mark.parametrize("optimizer", some(LEAVING_OUT, ["window"]))
