@@ -1,5 +1,7 @@
 """SyncReplicas and CheckReplicas where one process holds all replicas; ranks are in rank_checks.py."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -71,6 +73,15 @@ def check_that_a_swap_is_found(first, second):
 @pytest.mark.parametrize("values", some([[1.0, 2.0], [0.25, -0.25], [0.0, -0.0]], [[0.25, -0.25]]))
 def test_elements_that_changed_places_are_found(four_replicas, values):
     check_that_a_swap_is_found(*values)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_each_part_of_a_complex_number_counts():
+    module = importlib.import_module(f"keras_shardopt.backends.{BACKEND}.placement")
+    numbers = [keras.ops.convert_to_tensor(np.array([number], "complex64")) for number in (1 + 2j, 1, 2j)]
+    parts = [np.asarray(module._words(number)) for number in numbers]
+    bits = np.array([1, 2, 0], "float32").view("uint32")
+    np.testing.assert_array_equal(parts, [bits[[0, 1]], bits[[0, 2]], bits[[2, 1]]])
 
 
 @several_devices

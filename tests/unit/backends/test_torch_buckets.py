@@ -24,3 +24,20 @@ def test_so_it_does_where_state_is_divided():
     for weight, expected in ((1.0, [2.0, 4.0]), (0.5, [1.0, 2.0])):
         bucket.put(0, torch.tensor([2.0, 4.0]), weight)
         assert bucket._flat.tolist() == expected  # the sum is divided
+
+
+def test_what_was_in_the_memory_before_is_not_sent(monkeypatch):
+    from keras_shardopt.backends.torch import sliced_bucket
+
+    pool, sent = sliced_bucket.MemoryPool(), []
+    pool.take(("sent", 0), 4, torch.zeros(0)).fill_(torch.nan)
+    # Three elements on two ranks: the second rank's slice is one element shorter, and the next gradient is None.
+    pieces, shapes = [[(0, 0, 1), (1, 0, 1)], [(0, 1, 2)]], {0: (1,), 1: (1,)}
+    bucket = sliced_bucket.SlicedBucket(pool, 0, torch.zeros(0), [0, 1], pieces, shapes, "sum", 0, None, 0, False)
+    monkeypatch.setattr(sliced_bucket.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(sliced_bucket.dist, "all_to_all_single", lambda _, flat, async_op: sent.append(flat.tolist()))
+    bucket.open()
+    bucket.put(0, torch.tensor([2.0, 4.0]), 1.0)
+    bucket.put(1, None, 1.0)
+    bucket.send()
+    assert sent == [[2.0, 0.0, 4.0, 0.0]]

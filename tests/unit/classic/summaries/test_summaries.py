@@ -166,6 +166,13 @@ def test_micro_steps_are_not_updates(tmp_path):
     assert [rate for _, rate in found["learning_rate"]] == pytest.approx([0.075, 0.025])
 
 
+def test_micro_steps_of_several_fits_are_not_updates(tmp_path):
+    callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm"], every=2)
+    model, _ = fit([callback], ks.CrossShard(keras.optimizers.SGD(), gradient_accumulation_steps=3), num_steps=12)
+    fit([callback], num_steps=6, model=model)
+    assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [2, 4, 6]
+
+
 def test_it_changes_nothing_but_the_logs(tmp_path):
     def optimizer():
         return ks.build_optimizer("Adam", {}, 0.01, clip_gradients=0.1, loss_scaling="Backoff", cross_shard=True)
