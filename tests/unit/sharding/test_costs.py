@@ -52,6 +52,14 @@ def newton_schulz(shape):
     return 5 * (4 * small**2 * large + 2 * small**3)
 
 
+def test_a_product_is_one_operation_with_its_flops_and_bytes():
+    from keras_shardopt.backends.torch import work
+
+    with work.without_memory():
+        left, right = ops.zeros((2, 3)), ops.zeros((3, 4))
+        assert work.count(lambda: left @ right) == (2 * 2 * 3 * 4 + 10 * 4 * (2 * 3 + 3 * 4 + 2 * 4), 1)
+
+
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_muons_ranks_compute_for_the_same_time(name, num_replicas):
