@@ -75,15 +75,6 @@ def test_elements_that_changed_places_are_found(four_replicas, values):
     check_that_a_swap_is_found(*values)
 
 
-@pytest.mark.backends("tensorflow", "jax")
-def test_each_part_of_a_complex_number_counts():
-    module = importlib.import_module(f"keras_shardopt.backends.{BACKEND}.placement")
-    numbers = [keras.ops.convert_to_tensor(np.array([number], "complex64")) for number in (1 + 2j, 1, 2j)]
-    parts = [np.asarray(module._words(number)) for number in numbers]
-    bits = np.array([1, 2, 0], "float32").view("uint32")
-    np.testing.assert_array_equal(parts, [bits[[0, 1]], bits[[0, 2]], bits[[2, 1]]])
-
-
 @several_devices
 def test_a_fingerprint_that_ignores_the_place_turns_that_check_red(four_replicas, monkeypatch):
     if BACKEND == "jax":
@@ -102,6 +93,15 @@ def test_a_fingerprint_that_ignores_the_place_turns_that_check_red(four_replicas
         check_that_a_swap_is_found(1.0, 2.0)
     if BACKEND == "jax":
         module._fingerprints_on.cache_clear()
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_each_part_of_a_complex_number_counts():
+    module = importlib.import_module(f"keras_shardopt.backends.{BACKEND}.placement")
+    numbers = [keras.ops.convert_to_tensor(np.array([number], "complex64")) for number in (1 + 2j, 1, 2j)]
+    parts = [np.asarray(module._words(number)) for number in numbers]
+    bits = np.array([1, 2, 0], "float32").view("uint32")
+    np.testing.assert_array_equal(parts, [bits[[0, 1]], bits[[0, 2]], bits[[2, 1]]])
 
 
 @several_devices

@@ -31,7 +31,8 @@ def test_what_was_in_the_memory_before_is_not_sent(monkeypatch):
 
     pool, sent = sliced_bucket.MemoryPool(), []
     pool.take(("sent", 0), 4, torch.zeros(0)).fill_(torch.nan)
-    # Three elements on two ranks: the second rank's slice is one element shorter, and the next gradient is None.
+    # Each rank has one element of gradient 0. Rank 0 also has the element of gradient 1, which is None. So the last
+    # element of rank 1's part is unused.
     pieces, shapes = [[(0, 0, 1), (1, 0, 1)], [(0, 1, 2)]], {0: (1,), 1: (1,)}
     bucket = sliced_bucket.SlicedBucket(pool, 0, torch.zeros(0), [0, 1], pieces, shapes, "sum", 0, None, 0, False)
     monkeypatch.setattr(sliced_bucket.dist, "get_backend", lambda: "gloo")
