@@ -1,4 +1,8 @@
-"""What the epoch iterators of JAX and TensorFlow share: processes agree on their data before and during an epoch."""
+"""The common part of the epoch iterators of JAX and TensorFlow: processes agree on their data and batches.
+
+Private names of Keras touched here (a test checks that each exists):
+    `EpochIterator.data_adapter`, `_num_batches` - the source of batches, and the number of batches.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,7 @@ NEXT_BATCH = "takes the next batch of a prepared model"
 
 
 class SharedEpoch:
-    """An epoch iterator of Keras whose processes load the same batches, or batches of separate data.
-
-    Private names of Keras used here are listed in the files of the subclasses.
-    """
+    """A base class for epoch iterators: all processes load the same batches, or each loads batches of separate data."""
 
     data_adapter: Any
     _num_batches: int | None
@@ -35,7 +36,7 @@ class SharedEpoch:
     """Whether all processes load the same batches, and each uses its rows of every batch."""
 
     _is_separate: bool
-    """Whether each process loads batches of separate data."""
+    """Whether each process loads batches of separate data, and all take as many steps as the longest."""
 
     _is_compared = False
     """Whether processes have compared their first batches."""
@@ -43,7 +44,10 @@ class SharedEpoch:
     _draws: SharedDraws
 
     def _check_kind(self, data: Sequence[Any], is_meant: bool) -> None:
-        """Raise ValueError if only some processes have all rows. Warn if all have equal rows, unless `is_meant`."""
+        """Raise ValueError if only some processes have all rows. Warn if all have equal rows.
+
+        There is no warning with `is_meant`, or for data from `shard_data`.
+        """
         is_meant = is_meant or self._is_whole or is_from_shard_data(*data)
         mine = self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))
         facts = self._gather_objects(mine, "starts on data")

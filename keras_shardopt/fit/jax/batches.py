@@ -3,8 +3,8 @@
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - the iterator of `fit` and `evaluate`.
-    `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset`, `_num_batches` - its batches, the
-        beginning and the end of an epoch, and the number of batches.
+    `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset` - its batches, and the beginning and
+        the end of an epoch.
     `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - the
         source of batches, and their number.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the list of batches

@@ -7,7 +7,7 @@ all raise an error if one worker runs a different method or has different data.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker` - whether Keras splits logs in this way.
-    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`: its `_get_iterator`, `_num_batches`,
+    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - the iterator of `fit`: its `_get_iterator`,
         `_distributed_dataset` and `data_adapter`.
 """
 

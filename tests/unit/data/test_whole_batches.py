@@ -119,6 +119,17 @@ def test_what_is_drawn_in_a_block_is_what_process_0_draws(monkeypatch, is_same):
         assert drawn() == expected[2]
 
 
+@pytest.mark.parametrize(("is_shared", "draws"), [(False, True), (True, False)])
+def test_a_block_that_is_off_neither_exchanges_nor_changes_anything(monkeypatch, is_shared, draws):
+    monkeypatch.setattr(shared_draws, "_states_of_process_0", lambda: pytest.fail("processes communicate"))
+    keras.utils.set_random_seed(1)
+    expected = [drawn() for _ in range(2)]
+    keras.utils.set_random_seed(1)
+    with SharedDraws(is_shared).drawing(draws):
+        assert drawn() == expected[0]
+    assert drawn() == expected[1]
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return 5

@@ -170,7 +170,9 @@ def test_micro_steps_are_not_updates(tmp_path):
 @pytest.mark.parametrize("num_steps", [12, 15])
 def test_micro_steps_of_several_fits_are_not_updates(num_steps, tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm"], every=2)
-    model, _ = fit([callback], ks.CrossShard(keras.optimizers.SGD(), gradient_accumulation_steps=3), num_steps=num_steps)
+    model, _ = fit(
+        [callback], ks.CrossShard(keras.optimizers.SGD(), gradient_accumulation_steps=3), num_steps=num_steps
+    )
     fit([callback], num_steps=6, model=model)
     assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [2, 4, 6]
 
