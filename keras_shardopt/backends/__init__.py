@@ -21,8 +21,8 @@ import keras
 def for_backend(table: Mapping[str, str]) -> types.ModuleType | None:
     """Import the module for the current Keras backend, or return None. `table` maps backend names to module names.
 
-    This is the only function that reads the name of Keras' backend. A new backend needs a folder here and a row in each
-    `table`.
+    This is the only function that reads the name of Keras' backend. A new backend needs a folder here and a row in
+    the four tables that CONTRIBUTING.md names.
     """
     name = table.get(keras.config.backend())
     return None if name is None else importlib.import_module(name)

@@ -21,7 +21,10 @@ NEXT_BATCH = "takes the next batch of a prepared model"
 
 
 class SharedEpoch:
-    """A base class for epoch iterators: all processes load the same batches, or each loads batches of separate data."""
+    """A base class for epoch iterators: all processes load the same batches, or each loads batches of separate data.
+
+    On PyTorch, `Session` (`fit/torch/session.py`) does this.
+    """
 
     data_adapter: Any
     _num_batches: int | None
@@ -46,7 +49,7 @@ class SharedEpoch:
     def _check_kind(self, data: Sequence[Any], is_meant: bool) -> None:
         """Raise ValueError if only some processes have all rows. Warn if all have equal rows.
 
-        There is no warning with `is_meant`, or for data from `shard_data`.
+        There is no warning for data from `shard_data`, or with `is_meant`, because equal rows are then no mistake.
         """
         is_meant = is_meant or self._is_whole or is_from_shard_data(*data)
         mine = self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))
@@ -71,7 +74,7 @@ class SharedEpoch:
                 lengths, first_batches = zip(*self._gather_objects(mine, "compares its first batch"))
                 check_alike(lengths, first_batches)
             mine = (0, 0) if batch is None else (int(num_rows(batch)), fingerprint(batch))
-            prints = self._announce(NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            prints = self._announce(NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)  # JAX sends it as int32
             if len(set(prints)) > 1:
                 check_batches(self._gather_objects(mine, "compares a batch"), step)
             if not mine[0]:

@@ -67,7 +67,7 @@ class Reduction:
 
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
-        """Create the input of a reduction from a step with this replica's gradients, already weighted by rows."""
+        """Create the input of a reduction from a step with this replica's gradients, already times `Step.weight`."""
         grads, variables, found = step.grads, step.variables, step.found_inf
         trainable, trained = context.trainable, None
         positions = context.positions(variables)

@@ -32,7 +32,8 @@ class Step:
     """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """Whether the gradients are already summed or averaged over replicas; None until `Pipeline` determines this."""
+    """Whether the gradients were already summed or averaged when they arrived; None until `Pipeline` determines this,
+    and if they were sent during the backward pass. The reduction does not change it."""
 
     is_reduced: bool = False
     """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
@@ -41,7 +42,8 @@ class Step:
     """The factor of this replica's gradients in the reduction. 0 discards them, NaN included."""
 
     row_share: Any = 1.0
-    """This replica's number of rows divided by the mean number per replica; 0 without rows."""
+    """This replica's number of rows divided by the mean number per replica; 0 without rows. With `replica_axis`, it may
+    be a tensor with one number per replica."""
 
     loss_scale: Any = None
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
@@ -74,7 +76,7 @@ class Step:
 
     @property
     def is_local(self) -> bool:
-        """Whether the gradients are this replica's, not yet reduced."""
+        """Whether the gradients were this replica's before the reduction. Do not use this in `commit`."""
         return self.gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
 
 
@@ -134,8 +136,8 @@ class Stage:
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Process a step before the reduction, in each `apply`; with gradient accumulation, once per update.
 
-        To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: in
-        `fit` on JAX after `prepare`, gradients can be reduced already, or stacked over all replicas.
+        To skip the update, do not call `proceed`. Use this hook to count and to decide, not to change gradients: these
+        can be reduced already, or, in `fit` on JAX after `prepare`, stacked over all replicas.
         """
         proceed(step)
 

@@ -54,7 +54,7 @@ class NoiseAverages:
         has_parts = num_replicas == 1 and window is not None
         self._num_parts = self._num_micro_batches if has_parts else num_replicas
         rows = _num_rows() * self._num_micro_batches
-        if window is not None:  # the sums are 0 if all micro-batches run in one program
+        if window is not None:  # the sums stay 0 on JAX if the gradients of all replicas are stacked
             rows = ops.where(window[1] > 0, window[1], rows)
         return window[0] / self._num_parts if has_parts else square(), rows / self._num_parts
 

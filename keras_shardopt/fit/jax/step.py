@@ -37,7 +37,8 @@ class Computed(NamedTuple):
     """The results of a step's first half: forward pass, backward pass, and reduction of gradients over replicas."""
 
     grads: Any
-    """With gradient accumulation, each replica's gradients. Otherwise their sum or mean, and which are not finite."""
+    """With `stacks`, the stacked gradients of all replicas. Otherwise their sums or means, `Step.found_inf`,
+    `Step.notes`, and perhaps `Step.own`."""
 
     loss: Any
     y_pred: Any
@@ -55,7 +56,7 @@ class TrainStep:
     """Whether gradient accumulation can keep one sum per replica, stacked along a first dimension of an array."""
 
     is_reduced = False
-    """Whether `computed` returns gradients already reduced over replicas. Accumulation then sums these."""
+    """Whether `computed` reduces gradients in every micro-batch, so accumulation sums reduced gradients."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
@@ -65,7 +66,7 @@ class TrainStep:
         """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def before_step(self) -> None:
-        """Called before the steps of an epoch. Does nothing unless an extension overrides it."""
+        """Called before Keras takes values out of variables. Does nothing unless an extension overrides it."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Keras compiles the steps. An extension can set options of the compiler in it."""

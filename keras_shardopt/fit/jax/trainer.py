@@ -3,8 +3,8 @@
 Under a `keras.distribution`, one program computes gradients, metrics and batch statistics of the whole batch. Keras
 lacks two cases: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded,
 because a transfer to the devices needs equal parts. The step slices the padding off again. XLA shards the remaining
-rows. For per-replica gradients, the forward pass, backward pass and reduction run in a `shard_map`. The update and the
-metrics stay outside.
+rows. For per-replica gradients, the forward and backward pass run in a `shard_map`. So does the reduction, unless
+gradients are accumulated. The update and the metrics stay outside.
 
 Several processes load the same batches, and each puts its rows of every batch on its devices. If their data is already
 divided, each process uses its own rows instead. Processes exchange their row counts before every batch. Otherwise

@@ -38,7 +38,7 @@ from keras_shardopt.wrapping.chain import chain_of
 
 
 def prepare(model: Any) -> None:
-    """Replace the model's steps by steps that weight each replica's gradients and losses by its number of rows."""
+    """Replace the model's steps by steps whose losses and metrics cover the rows of all replicas."""
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     object.__setattr__(model, _LOGS, BatchLogs(model))

@@ -1,8 +1,8 @@
 """The class that `prepare(model)` mixes in on PyTorch: methods of Keras's trainer for several ranks.
 
 All ranks load the same batches, and each uses its rows of every batch. If data is already divided, each rank uses
-batches of its data instead. Ranks exchange their row counts for each batch, because a rank's weight is its row count. A
-rank that has no batch left takes part with zero rows. At the end of an epoch, ranks aggregate metrics.
+batches of its data instead. Ranks exchange their row counts for each batch, because losses divide by the rows of all
+ranks. A rank that has no batch left takes part with zero rows. At the end of an epoch, ranks aggregate metrics.
 
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - the iterator of `fit` and `evaluate`.
@@ -157,7 +157,7 @@ class PreparedOnTorch(PreparedModel):
         return session.mean_logs(logs) if result is None else result
 
     def _initialize_ddp(self) -> None:
-        """Skip DDP, because it would average gradients before `CrossShard` weights them by row counts."""
+        """Skip DDP: it would average gradients before `CrossShard`, which needs those of each rank."""
 
 
 def train_separately(model: Any) -> bool:
