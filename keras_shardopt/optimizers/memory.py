@@ -65,7 +65,7 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
     sums = [] if optimizer.accumulation is None else optimizer.accumulation.sums
     known = {id(variable) for variable in sums}
     kept = [v for v in optimizer._variables if id(v) not in known] + ([] if shards is None else shards.copies)
-    slices, sent = reducer.predicted_bytes() if hasattr(reducer, "predicted_bytes") else (0, None)
+    slices, sent = reducer.predicted_bytes()
     gradients, buffers = None, placement.bytes_held(kept)
     if _gradients is not None:
         grads, sending = _gradients.measured(trainable, getattr(reducer, "buckets", None))

@@ -72,7 +72,7 @@ def _sums(
         return result, nonfinite_flags
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
-        return [], nonfinite_flags
+        return [], None
     # Replicas of a group can detect an error of another group in different steps. So they exchange a flag with the
     # gradients, and raise in the same step.
     is_group = members.world is not members

@@ -81,7 +81,6 @@ class Pipeline:
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
-        self._commit = update
         self._reducing: list[Collective] = []
         self._committing: list[Collective] = []
         self._num_resumed = 0

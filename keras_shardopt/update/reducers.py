@@ -191,7 +191,7 @@ class Overlapped:
         at_the_end: AllReduce,
         context: StageContext,
         options: CrossShardOptions,
-        shards: GradientSlicer | None = None,
+        shards: GradientSlicer | None,
     ) -> None:
         self._context = context
         self._options = options

@@ -181,7 +181,7 @@ class Stage:
 
 
 def proceed_if(
-    condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], updates_differ: bool = False
+    condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], updates_differ: bool
 ) -> None:
     """Call `proceed(step)` if the scalar bool tensor `condition` is true, as in most updates.
 

@@ -67,7 +67,7 @@ class Rollback:
         self.snapshots: list[Variable] = []
         """The values of `variables` before the first micro-batch of the current update, for compiled steps."""
         runs_each_step = runtime.version(optimizer._iterations) is not None  # None if Python does not run in each step
-        if accumulators is not None and not runs_each_step and add_variable is not None:
+        if not runs_each_step and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
                 for i, v in enumerate(self.variables)

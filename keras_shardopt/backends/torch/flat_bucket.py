@@ -92,7 +92,7 @@ class FlatBucket:
     def send(self) -> Any:
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
 
-    def receive(self, adds: bool = False) -> None:
+    def receive(self, adds: bool) -> None:
         """Fill `results` from `flat`, which now holds the reduced gradients. Only other kinds of buckets use `adds`."""
         del adds
         if self.results is not self.views:

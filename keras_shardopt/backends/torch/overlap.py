@@ -69,9 +69,9 @@ class Buckets:
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
-        checks_finite: bool = False,
-        slices: Slices | None = None,
-        made: tuple[Any, Any] = (None, None),
+        checks_finite: bool,
+        slices: Slices | None,
+        made: tuple[Any, Any],
     ) -> None:
         self._ranks = ranks
         make, self._begin_transfer = made
@@ -269,7 +269,7 @@ class Buckets:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
+    def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float) -> Gradients:
         """Return the sum or mean of all ranks' gradients. Reduce `grads` now, unless the backward pass has done so.
 
         The next call overwrites the memory of the result. If `counts` is false, this rank has no rows and sends zeros.

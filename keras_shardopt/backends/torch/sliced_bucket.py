@@ -173,7 +173,7 @@ class SlicedBucket:
         # Use an all-to-all: gloo runs a reduce-scatter as an all-reduce, with twice the bytes (PyTorch 2.13).
         return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
-    def receive(self, adds: bool = False) -> None:
+    def receive(self, adds: bool) -> None:
         """Fill `results` and `flags` after the reduction. With `adds`, add to earlier results."""
         self._flat = None
         num_elements = self.wide.numel()

@@ -82,7 +82,7 @@ class CodedBucket:
         work, self._receive = self._ranks.begin(kind, tensors)
         return work
 
-    def receive(self, adds: bool = False) -> None:
+    def receive(self, adds: bool) -> None:
         """Take the result of the finished collective, and start the next one. `adds`, for other buckets, is ignored."""
         del adds
         self._start_next()

@@ -301,7 +301,7 @@ class LocalUpdates(ExtensionStage):
         self._check_counts(comm, count)
         means = self.means(comm, list(map(ops.convert_to_tensor, averages)))
         means += self.means(comm, list(map(ops.convert_to_tensor, statistics)), *shares)
-        moved = self._moved(comm, positions, moved, count)
+        moved = self.transport.means(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         if isinstance(count, int):
             is_finite = bool(is_finite)  # read it once: this waits for the GPU
@@ -343,9 +343,6 @@ class LocalUpdates(ExtensionStage):
                 f"Received: {count} on replica {comm.replica_id}, and a different number on another replica. Give each "
                 "replica the same number of batches, or call `keras_shardopt.prepare(model)` and `fit`."
             )
-
-    def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
-        return self.transport.means(comm, positions, moved, count)
 
     def sync_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
         """Return the means over replicas of moving statistics (JAX); without rows (`row_share` 0), `values`."""

@@ -74,7 +74,6 @@ class ShardedWeights(Extension):
 class DividedWeights(ExtensionStage):
     """Holds the divided weights of an optimizer, and makes them whole before they are read or saved."""
 
-    takes_slices = True
     divides_weights = True
 
     def __init__(self, settings: ShardedWeights, context: StageContext) -> None:

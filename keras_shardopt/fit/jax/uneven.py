@@ -35,7 +35,7 @@ def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
 
 
 def without_padding(
-    function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any = None
+    function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any
 ) -> Any:
     """Call `function` with the row count and the rows of a part of a batch. A part without rows has one padding row.
 
@@ -45,13 +45,12 @@ def without_padding(
         all_rows: the number of rows in the batch.
         num_parts: the number of parts in the batch.
         data: the rows of the part, with padding.
-        shapes: the shapes of the results for the largest part. None: traced from `function`.
+        shapes: the shapes of the results for the largest part.
     """
     rows = -(-all_rows // num_parts)
     counts = sorted({min(max(all_rows - i * rows, 0), rows) for i in range(num_parts)}, reverse=True)
     if len(counts) == 1:
         return function(rows, data)
-    shapes = jax.eval_shape(functools.partial(function, rows), data) if shapes is None else shapes
 
     def branch(count: int) -> Callable[[Any], Any]:
         return lambda data: jax.tree.map(

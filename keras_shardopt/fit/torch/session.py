@@ -150,9 +150,8 @@ class Session:
     @torch.compiler.disable
     def begin_step(self) -> None:
         """Call the hook `TrainStep.before_step` of extensions, just before a training step."""
-        if self.ranks is not None:
-            self.step.before_step(self._begins_epoch)
-            self._begins_epoch = False
+        self.step.before_step(self._begins_epoch)
+        self._begins_epoch = False
 
     @torch.compiler.disable
     def start_equal(self) -> None:
@@ -261,13 +260,10 @@ class Session:
         if not num:
             add_promised_steps(-1)
             return None
-        self._rows = self._rows_of_ranks(num, self.ranks)
+        self._rows = self.step.rows_of(num, self.ranks.num_replicas)
         self.step.fit_states(self._rows, self.ranks.replica_id)
         self.mine = self._rows[self.ranks.replica_id]
         return part_of_batch(data, self._rows, self.ranks.replica_id)
-
-    def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
-        return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_equal: int = 0) -> Any:
         """Return `data`, this rank's batch. Without rows, return the last batch again, and count none of its rows.
