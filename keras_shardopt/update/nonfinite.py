@@ -37,6 +37,8 @@ class SkipNonFinite(Stage):
         checks_early: whether to check each replica's gradients before the reduction, even if they arrive reduced.
     """
 
+    needs_local_gradients = False
+
     def __init__(self, context: StageContext, skips_inside: bool, checks_early: bool) -> None:
         optimizer = context.optimizer
         self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")

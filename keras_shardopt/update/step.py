@@ -32,8 +32,8 @@ class Step:
     """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """Whether the gradients were already summed or averaged when they arrived; None until `Pipeline` determines this,
-    and if they were sent during the backward pass. The reduction does not change it."""
+    """Whether the gradients were already summed or averaged when they arrived. Known in `local`; it may be None in
+    `collect` and `commit`."""
 
     is_reduced: bool = False
     """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def is_local(self) -> bool:
-        """Whether the gradients were this replica's before the reduction. Do not use this in `commit`."""
+        """Whether the gradients are this replica's, not yet reduced. Valid in `local` and in reducers only."""
         return self.gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
 
 

@@ -6,7 +6,7 @@ Private names of Keras touched here (a test checks that each exists):
     `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset` - its batches, and the beginning and
         the end of an epoch.
     `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - the
-        source of batches, and their number.
+        source of batches.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the list of batches
         for `steps_per_execution` steps.
 """

@@ -56,7 +56,7 @@ class TrainStep:
     """Whether gradient accumulation can keep one sum per replica, stacked along a first dimension of an array."""
 
     is_reduced = False
-    """Whether `computed` reduces gradients in every micro-batch, so accumulation sums reduced gradients."""
+    """Whether `computed` reduces gradients even with accumulation, so accumulation sums reduced gradients."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class TrainStep:
         """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def before_step(self) -> None:
-        """Called before Keras takes values out of variables. Does nothing unless an extension overrides it."""
+        """Called in training, before Keras takes values out of variables. Does nothing unless overridden."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Keras compiles the steps. An extension can set options of the compiler in it."""
@@ -137,9 +137,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Run the forward and backward pass of each replica on its rows. `reducer` is the `CrossShard`.
 
     Returns:
-        A tuple: sums or means of gradients, and which are non-finite (if `stacks`, the gradients of all replicas along
-        a first dimension); the loss of the whole batch; the predictions of all rows and their masks; and non-trainable
-        variables. Moving statistics are means over replicas, because each replica normalizes with its own rows.
+        A tuple: `Computed.grads`; the loss of the whole batch; the predictions of all rows and their masks; and
+        non-trainable variables. Moving statistics are means over replicas, because each replica normalizes with its own
+        rows.
     """
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)

@@ -193,6 +193,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
         self._model = caller_instance()  # found on the call stack, because Keras does not pass the model
         super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
+        self._distribute_strategy = distribute_strategy  # breaks the reference cycle through `_Dividing`
 
 
 class _Dividing:

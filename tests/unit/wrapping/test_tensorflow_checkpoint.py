@@ -165,7 +165,7 @@ def test_replicas_go_on_from_a_checkpoint(optimizer, tmp_path):
             of_no_model = SEVERAL[optimizer]()
         with pytest.raises(ValueError, match="must be built before"):
             tf.train.Checkpoint(model=tf.train.Checkpoint(optimizer=of_no_model)).restore(path)
-        # One replica has the whole state, so the values can wait until it is built.
+        # One replica has the whole state, so the values can wait until the optimizer is built.
         with ks.data_parallel(1):
             on_one = SEVERAL[optimizer]()
         tf.train.Checkpoint(model=tf.train.Checkpoint(optimizer=on_one)).restore(path)
