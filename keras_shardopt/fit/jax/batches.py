@@ -274,7 +274,9 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         return super().__iter__()
 
     def __next__(self) -> Any:
-        with self._draws.drawing(not self._has_arrays):
+        if self._has_arrays:
+            return super().__next__()
+        with self._draws.drawing():
             return super().__next__()
 
     def _check_sizes(self) -> None:
