@@ -1,5 +1,6 @@
 """`shard_data` on ranks that exist: all three, then the first two once more. Prints "passed" at the end."""
 
+import gc
 import os
 import random
 import warnings
@@ -120,6 +121,11 @@ def trains_as_one_process(scope):
         model = trained(ks.CrossShard(problem.sgd_momentum()), *data, **arguments)
         assert problem.relative_difference(model.get_weights(), reference) <= problem.TOLERANCE
         assert scope.largest_difference(model) == 0
+        gc.collect()
+        shape = (per_rank, *x.shape[1:])
+        assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape], (
+            "the trained model keeps a batch"
+        )
 
 
 def main():
