@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -53,15 +53,16 @@ class SharedDraws:
         """Drops the states of this epoch, so the next `drawing()` takes the current states of process 0."""
         self._states = None
 
-    @contextmanager
-    def drawing(self, draws: bool = True) -> Iterator[None]:
+    def drawing(self, draws: bool = True) -> AbstractContextManager[None]:
         """Opens a block that draws the order of data. All processes must enter the first block of an epoch together.
 
         With `draws=False`, the block has no effect.
         """
-        if not (self._is_shared and draws) or self._is_drawing:
-            yield
-            return
+        is_off = self._is_drawing or not (self._is_shared and draws)
+        return nullcontext() if is_off else self._drawing_as_process_0()
+
+    @contextmanager
+    def _drawing_as_process_0(self) -> Iterator[None]:
         if self._states is None or self._num_calls != _num_calls:
             self._states, self._num_calls = _states_of_process_0(), _num_calls
         before = self._states

@@ -95,7 +95,7 @@ def test_a_fingerprint_that_ignores_the_place_turns_that_check_red(four_replicas
         module._fingerprints_on.cache_clear()
 
 
-@pytest.mark.backends("tensorflow", "jax")
+@several_devices
 def test_each_part_of_a_complex_number_counts():
     module = importlib.import_module(f"keras_shardopt.backends.{BACKEND}.placement")
     numbers = [keras.ops.convert_to_tensor(np.array([number], "complex64")) for number in (1 + 2j, 1, 2j)]

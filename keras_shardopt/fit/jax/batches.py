@@ -284,7 +284,7 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         sizes = batch_sizes(self) if self._has_arrays else []
         for size in sizes:
             _check_divides(size)
-        if sizes and self._can_pad and (self._is_whole or not self._is_together):
+        if sizes and self._can_pad and not self._is_separate:
             layers = stateful_layers(self._model)
             for size in sizes:
                 fit_states(layers, [size])  # one program runs all rows, so states need as many rows as a batch
