@@ -21,7 +21,7 @@ from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.checkpoint.saving import saves_collectively
 from keras_shardopt.numerics import Optimizer
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.wrapping.chain import shared_variables
 
 REPLICA_STATE = "of_each_replica_"
@@ -74,7 +74,7 @@ def restore_carried(variables: Sequence[keras.Variable], shapes: Sequence[Any], 
 
 def is_stored_whole(optimizer: Optimizer) -> bool:
     """Whether a backup stores the state of all shards, joined. Such a backup fits any number of replicas."""
-    return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
+    return saves_collectively(optimizer) or any(part.shard_state for part in cross_shards_in(optimizer))
 
 
 def saved_variables(model: Any) -> list[keras.Variable]:
@@ -90,9 +90,9 @@ def optimizer_variables(model: Any) -> list[keras.Variable]:
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
     if is_stored_whole(optimizer):
         # Return only counts of skipped steps. The backup stores all other variables elsewhere, joined from all shards.
-        own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
+        own = {id(v) for part in cross_shards_in(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
+    extensions = [extension for part in cross_shards_in(optimizer) for extension in part.extension_stages]
     per_replica = {id(v) for extension in extensions for v in extension.replica_state}
     return [v for v in shared_variables(optimizer) if id(v) not in per_replica]
 
@@ -105,7 +105,7 @@ def extensions_of(model: Any) -> list[tuple[Any, str]]:
 
 def cross_shards_of(model: Any) -> list[Any]:
     """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model, also nested ones."""
-    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+    return [part for optimizer in optimizers_of(model) for part in cross_shards_in(optimizer)]
 
 
 def is_inside_window(model: Any) -> bool:

@@ -37,7 +37,7 @@ from keras_shardopt.checkpoint.saving import (
     save_model,
     save_weights,
 )
-from keras_shardopt.fit.calls import before_reading, reducers_in
+from keras_shardopt.fit.calls import before_reading, cross_shards_in_step
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -255,7 +255,7 @@ class _WritesTogether(Callback):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         _check_whole(self)  # again, for optimizers that were not built when training began
-        before_reading(reducers_in(self.model))
+        before_reading(cross_shards_in_step(self.model))
         with raising_together():
             if is_chief():
                 super()._save_checkpoint(*args, **kwargs)

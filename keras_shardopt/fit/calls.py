@@ -11,7 +11,7 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 
 
 def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -26,20 +26,20 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return real(*bound.args, **bound.kwargs)
 
 
-def reducers_in(model: Any) -> list[Any]:
+def cross_shards_in_step(model: Any) -> list[Any]:
     """Return each `CrossShard` (a wrapper that averages gradients) among the optimizers of the model's step."""
-    return [reducer for optimizer in optimizers_in_step(model) for reducer in cross_shards(optimizer)]
+    return [each for optimizer in optimizers_in_step(model) for each in cross_shards_in(optimizer)]
 
 
-def before_reading(reducers: Sequence[Any]) -> None:
+def before_reading(cross_shards: Sequence[Any]) -> None:
     """Average weights that differ between replicas (local SGD) before they are read. All processes must call this."""
-    for reducer in reducers:
-        reducer.pipeline.before_reading()
+    for cross_shard in cross_shards:
+        cross_shard.pipeline.before_reading()
 
 
-def refuse_groups(reducers: Sequence[Any]) -> None:
+def refuse_groups(cross_shards: Sequence[Any]) -> None:
     """Raise ValueError if a `CrossShard` has several groups of replicas, because each group trains its own weights."""
-    for cross_shard in reducers:
+    for cross_shard in cross_shards:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
                 "All replicas must train `model` together, but with `group_assignment` the groups train separately. "

@@ -17,7 +17,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared, optimizers_in_step
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.fit.calls import reducers_in
+from keras_shardopt.fit.calls import cross_shards_in_step
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 
@@ -66,7 +66,7 @@ class _OneReplicaBlock:
         """Call `prepare` if an option of the optimizer needs it. Otherwise, on PyTorch, set `steps_per_execution=1`."""
         if _needs_prepared(model):
             prepare_for(model)
-        elif _torch is not None and model.steps_per_execution > 1 and reducers_in(model):
+        elif _torch is not None and model.steps_per_execution > 1 and cross_shards_in_step(model):
             _torch.step_one_by_one(model)
 
 
@@ -117,12 +117,12 @@ def _prepare_waiting(model: Any) -> bool:
 
 def _prepare_if_possible(model: Any) -> bool:
     """Call `prepare` if an optimizer of the model is a `CrossShard`. Return whether the model has such an optimizer."""
-    reducers = reducers_in(model)
-    if any(len(reducer.group_assignment or ()) > 1 for reducer in reducers):
+    cross_shards = cross_shards_in_step(model)
+    if any(len(cross_shard.group_assignment or ()) > 1 for cross_shard in cross_shards):
         object.__setattr__(model, _IS_LEFT, True)  # groups train separately, as requested
-    elif reducers:
+    elif cross_shards:
         prepare_for(model)
-    return bool(reducers)
+    return bool(cross_shards)
 
 
 def _warn_of_plain_optimizer(model: Any) -> None:
@@ -139,7 +139,7 @@ def _check_trains_together(model: Any) -> None:
     """Raise ValueError if ranks (processes) would train separate copies of a model from a `data_parallel()` block."""
     if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
-    if not reducers_in(model) and _train_separately(model):
+    if not cross_shards_in_step(model) and _train_separately(model):
         raise ValueError(_separate_training(model))
 
 
@@ -184,13 +184,13 @@ def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
 
 def _needs_prepared(model: Any) -> bool:
     """Whether an option of the model's optimizer needs `prepare` even on a single replica."""
-    return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
+    return any(each.keeps_bits for part in cross_shards_in_step(model) for each in part.extension_stages)
 
 
 def _warn_of_unprepared(model: Any) -> None:
     if processes.process()[0] == 1:
         return
-    if not reducers_in(model):
+    if not cross_shards_in_step(model):
         # Without a process group, `num_replicas` raises ValueError. Processes are then separate jobs, so do not warn.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:

@@ -12,10 +12,10 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import mix_in, optimizers_of
 from keras_shardopt.backends.patches import install
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.calls import reducers_in, refuse_groups
+from keras_shardopt.fit.calls import cross_shards_in_step, refuse_groups
 from keras_shardopt.fit.prepared import PreparedModel
 from keras_shardopt.fit.sharing import set_sharing
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.optimizers.made import register_created
 
 Model = TypeVar("Model")
@@ -98,20 +98,20 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
             check.flag(name, value)
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
-    reducers = reducers_in(model)
-    if not reducers:
+    cross_shards = cross_shards_in_step(model)
+    if not cross_shards:
         raise ValueError(
             "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
-    refuse_groups(reducers)
+    refuse_groups(cross_shards)
     for optimizer in optimizers_of(model):
-        is_plain = optimizer is not model.optimizer and not cross_shards(optimizer)
+        is_plain = optimizer is not model.optimizer and not cross_shards_in(optimizer)
         if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "If each process trains a copy of the model, every optimizer of the model must average the gradients "
-                f"of the ranks. Received: {check.with_article(optimizer)} in addition to {reducers[0]!r}. Use "
+                f"of the ranks. Received: {check.with_article(optimizer)} in addition to {cross_shards[0]!r}. Use "
                 f"`keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
             )
     prepare_for(model, auto_shard, gather)
@@ -123,7 +123,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
     _refuse_later_methods(model)
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
-        if cross_shards(optimizer):
+        if cross_shards_in(optimizer):
             register_created(optimizer)
     trainer = for_backend(TRAINERS)
     install("prepare")

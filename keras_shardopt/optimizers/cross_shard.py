@@ -158,7 +158,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         self._keeps_state = any(extension.keeps_state for extension in self.extension_stages)
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         reducers = [extension.reducer for extension in self.extension_stages if extension.reducer is not None]
-        reducer: Any = reducers[0] if reducers else reducer_of(self._context, options)
+        reducer: Any = reducers[0] if reducers else reducer_of(self._context, options, found)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         register_created(self)
@@ -195,7 +195,8 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = reducer_of(self._context, self._options, self.pipeline.transport, shards)
+                now = self.pipeline
+                now.reducer = reducer_of(self._context, self._options, now.stages, now.transport, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 
@@ -289,7 +290,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         return self._options.shown()
 
 
-def cross_shards(optimizer: Optimizer) -> list[CrossShard]:
+def cross_shards_in(optimizer: Optimizer) -> list[CrossShard]:
     """Returns all `CrossShard` in a chain of wrappers, outermost first. Returns [] for None."""
     chain = [] if optimizer is None else chain_of(optimizer)
     return [part for part in chain if isinstance(part, CrossShard)]

@@ -39,6 +39,8 @@ class Accumulation(Stage):
         context: the interface of the optimizer.
     """
 
+    _allows_overlap = True  # a window's last backward pass sends the mean over its micro-batches
+
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context

@@ -38,6 +38,7 @@ class SkipNonFinite(Stage):
     """
 
     needs_local_gradients = False
+    _allows_overlap = True  # a reducer that sends early also checks the gradients
 
     def __init__(self, context: StageContext, skips_inside: bool, checks_early: bool) -> None:
         optimizer = context.optimizer

@@ -13,7 +13,7 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.update.extension import Extension, Settings, made
 from keras_shardopt.update.old_arguments import KINDS, in_spelling_of, old_attributes, with_objects
-from keras_shardopt.update.plugs import Place, plug_of
+from keras_shardopt.update.plugs import plug_of
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.torch_speed import TorchSpeed
 
@@ -128,13 +128,6 @@ class CrossShardOptions:
         """Whether an argument or a stage uses each replica's gradients before the reduction."""
         has_option = self.replica_clipnorm is not None or self.replica_transform is not None
         return has_option or any(stage.needs_local_gradients for stage in self.stages)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option or stage processes a replica's gradients between backward pass and reduction."""
-        has_stage = any(stage._overrides("collect", "local") for stage in self.stages)
-        has_extension = any(extension.place < Place.UPDATE for extension in self.extensions)
-        return not (self.group_assignment or has_extension or self.uses_local_gradients or has_stage)
 
     def needing_local_gradients(self) -> list[str]:
         """Return the arguments that need each replica's gradients, as `name=value`."""

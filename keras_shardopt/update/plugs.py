@@ -51,10 +51,10 @@ def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: s
     _steps.append((applies, package, name))
 
 
-def step_class(reducers: Sequence[Any], plain: Any) -> Any:
-    """Return the registered training step for a model with the optimizers `reducers`, or `plain` if none applies."""
+def step_class(cross_shards: Sequence[Any], plain: Any) -> Any:
+    """Return the registered training step for a model with these `CrossShard`, or `plain` if none applies."""
     for applies, package, name in _steps:
-        if applies(reducers):
+        if applies(cross_shards):
             module = for_backend({backend: f"{package}.{backend}" for backend in ("tensorflow", "torch", "jax")})
             return getattr(module, name)
     return plain

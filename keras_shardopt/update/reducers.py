@@ -29,7 +29,7 @@ from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reduction import Reduction, rescale_reduced
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.scattered import AlongAxes
-from keras_shardopt.update.step import Step
+from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.transport import Transfer, Transport, transport_of
 
 # PyTorch only: reduces gradients during the backward pass.
@@ -278,6 +278,7 @@ class Overlapped:
 def reducer_of(
     context: StageContext,
     options: CrossShardOptions,
+    stages: Sequence[Stage],
     transport: Transport | None = None,
     shards: GradientSlicer | None = None,
 ) -> AllReduce | Overlapped:
@@ -290,7 +291,8 @@ def reducer_of(
     else:
         at_the_end = ReduceScatter(context, options, transport, shards)
         can_overlap = shards.gradient_slices is not None and transport.early_in_slices
-    if options.speed.overlap == "auto" and options.is_plain and can_overlap:
+    allows_overlap = options.group_assignment is None and all(stage._allows_overlap for stage in stages)
+    if options.speed.overlap == "auto" and allows_overlap and can_overlap:
         return Overlapped(at_the_end, context, options, shards)
     return at_the_end
 

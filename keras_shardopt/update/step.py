@@ -122,6 +122,11 @@ class Stage:
     def _uses_micro_batches(self) -> bool:
         return self._overrides("_micro_batch")
 
+    @property
+    def _allows_overlap(self) -> bool:
+        """Whether gradients may be sent during the backward pass, before the update starts, which skips `local`."""
+        return not (self.needs_local_gradients or self._overrides("collect", "local"))
+
     def check(self, optimizer: Any) -> None:
         """Raise ValueError if `optimizer`, a `CrossShard` under construction, does not support the stage."""
 

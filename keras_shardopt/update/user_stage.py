@@ -47,6 +47,10 @@ class UserStage(Stage):
     def _uses_micro_batches(self) -> bool:
         return self._stage._uses_micro_batches
 
+    @property
+    def _allows_overlap(self) -> bool:
+        return self._stage._allows_overlap
+
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Build the stage, and record this optimizer as its owner."""
         # Store ids. A copy of a stage keeps this entry but has another id, so the copy may belong to another optimizer.

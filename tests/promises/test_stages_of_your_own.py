@@ -435,6 +435,24 @@ def test_only_stages_before_the_reduction_hold_it_up(hook, waits):
     assert isinstance(optimizer.pipeline.reducer, Overlapped) != waits
 
 
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize(
+    "option, waits",
+    [
+        ({"group_assignment": [[0]]}, True),
+        ({"replica_clipnorm": 1.0}, True),
+        ({"replica_transform": lambda grads, variables: grads}, True),
+        ({"extensions": [ks.VirtualReplicas(2)]}, True),
+        ({"gradient_accumulation_steps": 2}, False),
+        ({"on_nonfinite": "skip"}, False),
+        ({"compression": "int8"}, False),
+        ({"torch": ks.TorchSpeed(overlap=False)}, True),
+    ],
+)
+def test_only_options_that_work_before_the_reduction_hold_it_up(option, waits):
+    assert isinstance(ks.CrossShard("sgd", **option).pipeline.reducer, Overlapped) != waits
+
+
 @pytest.mark.neutral
 def test_a_stage_that_may_need_whole_gradients_is_refused_where_replicas_get_slices(monkeypatch):
     monkeypatch.setattr(placement, "state_sharding", "slices")

@@ -107,9 +107,9 @@ FAULTS = [
         "promises/test_stages_of_your_own.py::test_a_stage_that_leaves_an_update_out_itself_keeps_what_it_has_counted",
     ),
     fault(
-        "update/options.py",
-        'has_stage = any(stage._overrides("collect", "local") for stage in self.stages)',
-        "has_stage = bool(self.stages)",
+        "update/step.py",
+        'self._overrides("collect", "local"))',
+        'self._overrides("collect", "local", "commit"))',
         "promises/test_stages_of_your_own.py::test_only_stages_before_the_reduction_hold_it_up",
     ),
     # How gradients arrive, and by what they are divided.

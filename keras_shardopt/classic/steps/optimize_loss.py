@@ -17,7 +17,7 @@ from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries
 from keras_shardopt.numerics import Optimizer, Tensor, Variable, path_of
 from keras_shardopt.optimizers import AutomaticLossScaler
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.optimizers.two_phases import scalar_loss
 from keras_shardopt.wrapping.rollback import save_before_assignment
@@ -134,7 +134,7 @@ def optimize_loss(
     check.flag("on_horovod", on_horovod)
     if jit_compile is not None:
         check.flag("jit_compile", jit_compile)
-    reduces = on_horovod or _reducer_of(optimizer) is not None
+    reduces = on_horovod or _cross_shard_of(optimizer) is not None
     num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
@@ -152,10 +152,10 @@ def optimize_loss(
         loss_scaling_params,
         iter_size,
         # Add a `CrossShard` for a single replica too: it then only provides summaries and methods such as `get_slot`.
-        _reducer_of(optimizer) is None,
+        _cross_shard_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
-    if skip_update_ph and getattr(_reducer_of(built), "accumulation", None) is None:
+    if skip_update_ph and getattr(_cross_shard_of(built), "accumulation", None) is None:
         raise ValueError(
             "`skip_update_ph` requires `iter_size` > 1, because `iter_size=1` does not accumulate. "
             f"Received: iter_size={iter_size!r}. Remove `skip_update_ph`."
@@ -191,9 +191,9 @@ class TrainingStep:
         self._loss = loss
         self._model = model
         self._caller_decides = caller_decides
-        self._reducer = _reducer_of(optimizer)
-        self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
-        self._reducer.state_finder.declare(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._cross_shard = _cross_shard_of(optimizer)
+        self._iter_size = 1 if self._cross_shard.accumulation is None else self._cross_shard.accumulation.num_steps
+        self._cross_shard.state_finder.declare(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
@@ -258,10 +258,12 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, save_before_assignment)
+        grads, value = runtime.value_and_grad(
+            scaled, self.variables, self._cross_shard.axis_name, save_before_assignment
+        )
         if skip_update is not None:
             # Decide right before `apply`, because other replicas' threads decide while this thread computes its loss.
-            self._reducer.accumulation.decide(not skip_update)
+            self._cross_shard.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 
@@ -329,9 +331,9 @@ def get_regularization_loss(model: Any) -> Tensor:
     return ops.sum(ops.stack(losses)) if losses else ops.zeros((), "float32")
 
 
-def _reducer_of(optimizer: Optimizer) -> Any:
+def _cross_shard_of(optimizer: Optimizer) -> Any:
     """Return the outermost `CrossShard` (a wrapper that averages gradients) of an optimizer, or None."""
-    found = cross_shards(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
+    found = cross_shards_in(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
     return found[0] if found else None
 
 

@@ -25,7 +25,7 @@ from keras_shardopt.numerics import (
     overwrites_variable,
 )
 from keras_shardopt.optimizers import GradientClipping
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.update import watch
 from keras_shardopt.wrapping.chain import base_optimizers, chain_of, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -96,7 +96,7 @@ class Observer:
 
     def _watch(self, name: str) -> tuple[Any, Callable[[], None]]:
         """Make the outermost `CrossShard` measure a summary, because it receives each replica's own gradients."""
-        found = cross_shards(self._optimizer)
+        found = cross_shards_in(self._optimizer)
         if not found:
             raise ValueError(
                 f'`summaries=["{name}"]` requires a `CrossShard`, because this summary measures the gradients of each '

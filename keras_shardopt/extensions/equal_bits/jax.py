@@ -77,19 +77,19 @@ def _passes_left_out() -> str:
     return ",".join([*flags[-1:], "cse"])
 
 
-def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Run the forward and backward passes of each replica on its parts of a batch. `reducer` is the `CrossShard`.
+def in_parts(model: Any, cross_shard: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
+    """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
         Five values for the whole batch: a tuple (gradients, `Step.found_inf` and `Step.notes`); the loss; the
         predictions; and the new values of non-trainable variables and of metric variables.
     """
     parts = _Parts(model, distribution, data, num_parts)
-    stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
+    stage = next(stage for stage in cross_shard.pipeline.stages if isinstance(stage, SumOfParts))
     variables = model.trainable_variables
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
     weights, others, optimizer_state, metrics = state
-    optimizer_state = without_replica_state(reducer, model.optimizer.variables, optimizer_state)
+    optimizer_state = without_replica_state(cross_shard, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
@@ -351,7 +351,7 @@ class PartsStep(TrainStep):
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
         """Run each part of a batch forward and backward. Copy rows to all devices, so metrics sum them in one order."""
-        arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
+        arguments = (self.model, self.cross_shards[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)

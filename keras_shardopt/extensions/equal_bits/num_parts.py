@@ -8,17 +8,17 @@ from typing import Any
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.calls import reducers_in
+from keras_shardopt.fit.calls import cross_shards_in_step
 from keras_shardopt.fit.stateful import stateful_layers
 
 
-def has_virtual_replicas(reducers: Iterable[Any]) -> bool:
-    """Whether one of the optimizers `reducers` has the extension `VirtualReplicas`."""
-    return any(map(_nums_parts, reducers))
+def has_virtual_replicas(cross_shards: Iterable[Any]) -> bool:
+    """Whether one of the optimizers `cross_shards` has the extension `VirtualReplicas`."""
+    return any(map(_nums_parts, cross_shards))
 
 
-def _nums_parts(reducer: Any) -> list[int]:
-    return [each.number for each in reducer.extensions if isinstance(each, VirtualReplicas)]
+def _nums_parts(cross_shard: Any) -> list[int]:
+    return [each.number for each in cross_shard.extensions if isinstance(each, VirtualReplicas)]
 
 
 def num_parts_of(model: Any) -> int:
@@ -27,9 +27,9 @@ def num_parts_of(model: Any) -> int:
     Raises:
         ValueError: if the model has several optimizers, or layers that `VirtualReplicas` does not support.
     """
-    reducers = reducers_in(model)
-    nums_parts = [number for reducer in reducers for number in _nums_parts(reducer)]
-    if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
+    cross_shards = cross_shards_in_step(model)
+    nums_parts = [number for cross_shard in cross_shards for number in _nums_parts(cross_shard)]
+    if len(optimizers_in_step(model)) > 1 or len(cross_shards) > 1:
         raise ValueError(
             "`VirtualReplicas` supports one optimizer per model. With several optimizers, the parts of a batch would "
             f"depend on each other's updates. Received: {len(optimizers_in_step(model))} optimizers. Remove "

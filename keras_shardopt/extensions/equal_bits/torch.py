@@ -49,18 +49,19 @@ def in_parts(
 ) -> Any:
     """Run Keras's step (`real`) on each of this rank's parts of a batch. Return the logs of the whole batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
-    reducer, given = session.reducer, int(num_rows(data))
+    cross_shard, given = session.cross_shard, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
     all_rows = given if ranks is None else session.all_rows()
     own, tree = parts_of_replica(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
     _warn_of_compiling(model, kept)
-    updates = runtime.version(reducer.iterations)
+    updates = runtime.version(cross_shard.iterations)
     layers = kept.state(session.call is not None) if trains else []
     state, logs = _State(model, trains, layers, kept.changed_weights), _Logs()
     kept.on_loss = state.note_changed if trains and kept.changed_weights is None else None
     with as_parts() as begin, one_thread(), watching_layers(state.note_assigned):
-        batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
+        window = cross_shard.accumulation
+        batch = [int(cross_shard.iterations), 0 if window is None else window.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
@@ -82,7 +83,7 @@ def in_parts(
     session.shares_logs = False  # `logs` are already those of all ranks
     everyones = [given] if ranks is None else session.rows()
     counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
-    is_skipped = trains and _is_skipped(reducer, updates)
+    is_skipped = trains and _is_skipped(cross_shard, updates)
     state.settle(tree, sum(count > 0 for count in counted), is_skipped)
     return logs.settle(model, tree, sum(counted))
 
@@ -193,10 +194,10 @@ class PartsStep(TrainStep):
             raise _Counted
 
 
-def _is_skipped(reducer: Any, updates: int | None) -> bool:
+def _is_skipped(cross_shard: Any, updates: int | None) -> bool:
     """Whether the update was skipped: `iterations` still has the version `updates` from before the batch."""
-    window = reducer.accumulation
-    return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
+    window = cross_shard.accumulation
+    return runtime.version(cross_shard.iterations) == updates and (window is None or bool(window.is_complete))
 
 
 def _copied(data: Any) -> Any:

@@ -31,14 +31,14 @@ from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
-def _check(model: Any, reducer: Any) -> None:
+def _check(model: Any, cross_shard: Any) -> None:
     rule = "With `LocalSGD` on JAX, `fit` runs the built-in training step separately on each device of one process."
     if jax.process_count() > 1:
         raise ValueError(
             f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch, or "
             "remove `LocalSGD`."
         )
-    if model.optimizer is not reducer or not has_built_in_step(model):
+    if model.optimizer is not cross_shard or not has_built_in_step(model):
         raise ValueError(
             f"{rule} Received: {model.optimizer!r}, for {type(model).__name__}. Use the built-in `train_step`, and "
             "`CrossShard(..., extensions=[LocalSGD(...)])` outermost."
@@ -180,7 +180,7 @@ class LocalStep(TrainStep):
 
     def prepare(self) -> None:
         """Raise ValueError for several processes, a custom step, or an optimizer around `CrossShard`."""
-        _check(self.model, next(reducer for reducer in self.reducers if local_updates_in([reducer])))
+        _check(self.model, next(each for each in self.cross_shards if local_updates_in([each])))
         mix_in(self.model, ShowsMean)
         mix_in(self.model, _StacksRows)
 

@@ -11,7 +11,7 @@ import keras
 
 from keras_shardopt.backends.models import methods_inside
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
-from keras_shardopt.fit.calls import before_reading, reducers_in
+from keras_shardopt.fit.calls import before_reading, cross_shards_in_step
 
 _READERS = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
@@ -28,16 +28,16 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
     return LocalUpdates.found_in(optimizers)
 
 
-def resume_local(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
+def resume_local(cross_shards: Sequence[Any], begins_epoch: bool = False) -> None:
     """Restore each replica's weights before a training step. `begins_epoch`: other code may have set weights."""
-    for local in local_updates_in(reducers):
+    for local in local_updates_in(cross_shards):
         local.resume(begins_epoch)
 
 
 @contextlib.contextmanager
 def _showing(model: Any) -> Iterator[None]:
     """Before this block, which runs a method that reads weights, assign the mean over replicas to the weights."""
-    before_reading(reducers_in(model))
+    before_reading(cross_shards_in_step(model))
     object.__setattr__(model, _WAS_READ, True)
     yield
 
@@ -61,6 +61,6 @@ class ResumesLocal(keras.Model):
 
 def _resuming(model: Any, step: Callable[..., Any], *args: Any) -> Any:
     if vars(model).get(_WAS_READ, False):
-        resume_local(reducers_in(model), begins_epoch=True)
+        resume_local(cross_shards_in_step(model), begins_epoch=True)
         object.__setattr__(model, _WAS_READ, False)
     return step(*args)

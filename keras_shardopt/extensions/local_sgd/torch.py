@@ -14,7 +14,7 @@ class LocalStep(TrainStep):
 
     def before_step(self, begins_epoch: bool) -> None:
         """Restore this rank's weights, if evaluation or saving has replaced them by the mean. See `resume_local`."""
-        resume_local(self._session.reducers, begins_epoch)
+        resume_local(self._session.cross_shards, begins_epoch)
 
     def after_loss(self) -> None:
         """Undo changes of moving statistics in a step without rows, because a sync step will average the statistics."""
@@ -22,11 +22,11 @@ class LocalStep(TrainStep):
 
     def before_reading(self) -> None:
         """Assign the mean over ranks to the weights."""
-        before_reading(self._session.reducers)
+        before_reading(self._session.cross_shards)
 
     def weights_set(self) -> None:
         """Continue from weights that other code has set. They must be equal on all ranks."""
-        for local in local_updates_in(self._session.reducers):
+        for local in local_updates_in(self._session.cross_shards):
             if local.weights_differ:
                 local.restart()
 
@@ -41,4 +41,4 @@ class LocalStep(TrainStep):
 
     def progress(self) -> list[tuple[int, bool]]:
         """Return the number of updates, and whether the ranks' weights differ."""
-        return [(local.num_updates, local.weights_differ) for local in local_updates_in(self._session.reducers)]
+        return [(local.num_updates, local.weights_differ) for local in local_updates_in(self._session.cross_shards)]

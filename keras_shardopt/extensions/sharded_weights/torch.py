@@ -45,7 +45,7 @@ class ShardedStep(TrainStep):
     def before_step(self, begins_epoch: bool) -> None:
         """Divide the weights, if they are whole, as at the beginning of `fit`."""
         self.begin_fit()
-        stages = DividedWeights.found_in(self._session.reducers)
+        stages = DividedWeights.found_in(self._session.cross_shards)
         if len(stages) > 1:
             raise ValueError(
                 "`ShardedWeights` is for one optimizer of a model. Received: a model with "
@@ -60,7 +60,7 @@ class ShardedStep(TrainStep):
 
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run Keras's step (`real`). Record the order of gathers, and free weights that autograd would keep."""
-        found = [stage.weights for stage in DividedWeights.found_in(self._session.reducers)]
+        found = [stage.weights for stage in DividedWeights.found_in(self._session.cross_shards)]
         divided = [weights for weights in found if weights is not None and weights.is_divided]
         if divided:
             self._session.confirm()  # now, because ranks already exchange weights in the forward pass

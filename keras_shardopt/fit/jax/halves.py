@@ -65,15 +65,14 @@ def on_every_device(values: Any, distribution: Any) -> Any:
     return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
 
 
-def without_replica_state(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+def without_replica_state(cross_shard: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
     """Return `state`, the values of optimizer variables, with None for those sharded or different on each replica.
 
-    Code inside the `shard_map` does not need these, and would gather a sharded variable on every device. `reducer` is
-    the `CrossShard`.
+    Code inside the `shard_map` does not need these, and would gather a sharded variable on every device.
     """
-    per_replica = {id(v) for v in reducer.pipeline.replica_state}
-    of_stages = {id(v) for v in reducer._variables}
-    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
+    per_replica = {id(v) for v in cross_shard.pipeline.replica_state}
+    of_stages = {id(v) for v in cross_shard._variables}
+    is_divided = [cross_shard.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
     return [
         None if id(v) in per_replica or divided else value for v, divided, value in zip(variables, is_divided, state)
     ]

@@ -21,7 +21,7 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, divided_along, 
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.fit.calls import num_rows, reducers_in
+from keras_shardopt.fit.calls import cross_shards_in_step, num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_replica_state
 from keras_shardopt.fit.jax.uneven import on_replica_rows, rows_of
@@ -58,9 +58,9 @@ class TrainStep:
     is_reduced = False
     """Whether `computed` reduces gradients even with accumulation, so accumulation sums reduced gradients."""
 
-    def __init__(self, model: Any, reducers: list[Any]) -> None:
+    def __init__(self, model: Any, cross_shards: list[Any]) -> None:
         self.model = model
-        self.reducers = reducers
+        self.cross_shards = cross_shards
 
     def prepare(self) -> None:
         """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
@@ -78,23 +78,23 @@ class TrainStep:
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
         """Whether to compute each replica's own gradients. `stacks`: whether accumulation keeps them per replica."""
-        needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
+        needs_local = any(each.state_finder.needs_local_gradients for each in self.cross_shards)
         return num_batch_shards(distribution) > 1 and (stacks or needs_local)
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """Run a step of `fit` (`real` is Keras's step). Return the logs and the new training state."""
-        model, reducers = self.model, self.reducers
+        model, cross_shards = self.model, self.cross_shards
         distribution = keras.distribution.distribution()
-        stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
+        stacks = any(each.accumulation is not None and each.accumulation.is_stacked for each in cross_shards)
         if not self.is_needed(distribution, stacks):
             return real(state, data)
         if not has_built_in_step(model):
             raise ValueError(
                 "This optimizer needs the gradients of each replica, but JAX cannot divide a custom `train_step` among "
-                f"replicas. Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in "
+                f"replicas. Received: {type(model).__name__}.train_step with {cross_shards[0]!r}. Use the built-in "
                 "`train_step`, or call `optimizer.stateless_apply` inside a `jax.shard_map`."
             )
-        if reducers[0].accumulation is not None and not stacks and not self.is_reduced:
+        if cross_shards[0].accumulation is not None and not stacks and not self.is_reduced:
             raise ValueError(
                 "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
                 "`CrossShard` as the outermost optimizer when `prepare` is called. "
@@ -114,27 +114,29 @@ class TrainStep:
             grads, found_inf, notes, *own = grads
             reduced = Step(grads, model.trainable_variables, is_reduced=self.is_reduced, found_inf=found_inf)
             reduced = reduced.replace(notes=notes, own=own[0] if own else None)
-            with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
+            with claim_reduction(cross_shards), cross_shards[0].pipeline.resuming(reduced):
                 weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
         """Run the forward and backward pass, reduce gradients (unless `stacks`), and update the metrics of losses."""
-        grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
+        grads, loss, outputs, others = _per_replica(self.model, self.cross_shards[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
 
 
 def step_of(model: Any) -> TrainStep:
     """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
-    reducers = reducers_in(model)
-    step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
+    cross_shards = cross_shards_in_step(model)
+    step: TrainStep = step_class(cross_shards, TrainStep)(model, cross_shards)
     return step
 
 
-def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
-    """Run the forward and backward pass of each replica on its rows. `reducer` is the `CrossShard`.
+def _per_replica(
+    model: Any, cross_shard: Any, distribution: Any, state: Any, data: Any, stacks: bool
+) -> tuple[Any, ...]:
+    """Run the forward and backward pass of each replica on its rows.
 
     Returns:
         A tuple: `Computed.grads`; the loss of the whole batch; the predictions of all rows and their masks; and
@@ -144,10 +146,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     axis, num_replicas = distribution.batch_dim_name, num_batch_shards(distribution)
     variables, all_rows = model.trainable_variables, num_rows(data)
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
-    axes = reducer.pipeline.reducer.dividing_axes(variables)
+    axes = cross_shard.pipeline.reducer.dividing_axes(variables)
     weights, others, optimizer_state, metrics = state
-    carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
-    optimizer_state = without_replica_state(reducer, model.optimizer.variables, optimizer_state)
+    carried = cross_shard.pipeline.carried_in(model.optimizer.variables, optimizer_state)
+    optimizer_state = without_replica_state(cross_shard, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
@@ -162,7 +164,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         share = BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)
         with batch_shared(share), optimizer_scope:
             own_step = Step(grads, variables, row_share=row_share())
-            grads = _stacked(reducer, own_step) if stacks else _reduced(model, reducer, own_step, carried, axes)
+            grads = _stacked(cross_shard, own_step) if stacks else _reduced(model, cross_shard, own_step, carried, axes)
         changed = [
             before if after is None else after - other if seed else _mean_change(before, after, mine, all_rows, axis)
             for before, after, seed in zip(others, changed, is_seed)
@@ -183,12 +185,12 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
 
 
-def _stacked(reducer: Any, step: Step) -> Any:
+def _stacked(cross_shard: Any, step: Step) -> Any:
     """Return this replica's gradients with a first dimension of 1, along which `shard_map` stacks all replicas."""
-    return [grad[None] for grad in reducer.accumulation.own(step).grads]
+    return [grad[None] for grad in cross_shard.accumulation.own(step).grads]
 
 
-def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
+def _reduced(model: Any, cross_shard: Any, step: Step, carried: Any, axes: Any) -> Any:
     """Reduce the gradients in `step` over replicas. Return the fields of the resulting `Step` that have changed.
 
     `carried` has the values that this replica keeps between steps, such as rounding errors of compression. `axes` has
@@ -198,7 +200,7 @@ def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> A
     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
     step = step.replace(loss_scale=scale, own=own, axes=axes)
     with assigning_nothing(OWN_GRADIENTS):
-        reduced = reducer.pipeline.reduce(step)
+        reduced = cross_shard.pipeline.reduce(step)
     return reduced.grads, reduced.found_inf, dict(reduced.notes), [value[None] for value in reduced.own or ()]
 
 

@@ -57,14 +57,14 @@ def prepare(model: Any) -> None:
     install("batches")
     allow_uneven()
     step = step_of(model)
-    reducer, *_ = step.reducers
+    cross_shard, *_ = step.cross_shards
     # Stack the gradients of all replicas only if `CrossShard` is outermost, because wrappers cannot use stacked arrays.
-    stacks = reducer.accumulation is not None and step.stacks_windows
-    stacks = stacks and reducer.state_finder.may_be_local  # otherwise gradients arrive already reduced
-    if stacks and reducer is model.optimizer and has_built_in_step(model):
-        reducer.accumulation.stack()
+    stacks = cross_shard.accumulation is not None and step.stacks_windows
+    stacks = stacks and cross_shard.state_finder.may_be_local  # otherwise gradients arrive already reduced
+    if stacks and cross_shard is model.optimizer and has_built_in_step(model):
+        cross_shard.accumulation.stack()
     step.prepare()
-    reducer.pipeline.transport.stack()
+    cross_shard.pipeline.transport.stack()
     _let_assign_alone(model)
     mix_in(model, PreparedOnJax)
     # Drop compiled functions, because they call the replaced methods.
@@ -120,7 +120,7 @@ class PreparedOnJax(PreparedModel):
 
     def train_step(self, state: Any, data: Any) -> Any:
         step = step_of(self)
-        refuse_groups(step.reducers)  # check again, because `compile` may have set another optimizer
+        refuse_groups(step.cross_shards)  # check again, because `compile` may have set another optimizer
         return step.train(super().train_step, state, valid_rows(data))
 
     def test_step(self, state: Any, data: Any) -> Any:

@@ -15,7 +15,7 @@ from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.calls import num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.calls import cross_shards_in_step, num_rows, refuse_groups
 from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
@@ -34,9 +34,9 @@ class TrainStep:
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
 
-    def __init__(self, model: Any, reducers: list[Any]) -> None:
+    def __init__(self, model: Any, cross_shards: list[Any]) -> None:
         self.model = model
-        self.reducers = reducers
+        self.cross_shards = cross_shards
 
     def prepare(self) -> None:
         """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
@@ -72,7 +72,7 @@ class TrainStep:
         if strategy.num_replicas_in_sync == 1:
             return real(data)
         model = self.model
-        refuse_groups(self.reducers)  # check again, because `compile` may have set another optimizer
+        refuse_groups(self.cross_shards)  # check again, because `compile` may have set another optimizer
         share_losses(model)
         if not has_built_in_step(model):
             _log_whole_losses(model)
@@ -130,8 +130,8 @@ def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
 
 def step_of(model: Any) -> TrainStep:
     """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
-    reducers = reducers_in(model)
-    step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
+    cross_shards = cross_shards_in_step(model)
+    step: TrainStep = step_class(cross_shards, TrainStep)(model, cross_shards)
     return step
 
 

@@ -41,15 +41,15 @@ from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_bat
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs
 from keras_shardopt.fit.calls import (
+    cross_shards_in_step,
     num_rows,
-    reducers_in,
     refuse_groups,
     warn_of_unequal_start,
 )
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
 from keras_shardopt.fit.torch.step import TrainStep, step_of
 from keras_shardopt.numerics import Tensor
-from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 
 SESSION = "_keras_shardopt_session"
 
@@ -115,14 +115,14 @@ class Session:
         return self._step_of_call
 
     @property
-    def reducers(self) -> list[Any]:
+    def cross_shards(self) -> list[Any]:
         """Each `CrossShard` (a wrapper that averages gradients over ranks) among the model's optimizers."""
-        return reducers_in(self.model)
+        return cross_shards_in_step(self.model)
 
     @property
-    def reducer(self) -> Any:
+    def cross_shard(self) -> Any:
         """The first optimizer of the model that averages gradients over ranks (a `CrossShard`)."""
-        return self.reducers[0]
+        return self.cross_shards[0]
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
@@ -132,9 +132,9 @@ class Session:
 
     def check_reduces(self) -> None:
         """Raise ValueError if a later `compile` has set an optimizer that does not average gradients over all ranks."""
-        reducers = self.reducers
-        refuse_groups(reducers)
-        if not reducers:
+        cross_shards = self.cross_shards
+        refuse_groups(cross_shards)
+        if not cross_shards:
             raise ValueError(
                 "A model passed to `keras_shardopt.prepare` must be trained with a `CrossShard`, to average the "
                 f"gradients of the ranks. Received: optimizer={self.model.optimizer!r}. Use "
@@ -157,10 +157,10 @@ class Session:
     def start_equal(self) -> None:
         """Make the model's values equal on all ranks. If some differ, all take rank 0's. Raise if models differ."""
         assert self.ranks is not None
-        reducers = self.reducers
-        for reducer in reducers:
-            reducer.peers.check(self.ranks)
-            reducer.peers.check_parts()
+        cross_shards = self.cross_shards
+        for cross_shard in cross_shards:
+            cross_shard.peers.check(self.ranks)
+            cross_shard.peers.check_parts()
         optimizers = optimizers_of(self.model)
         shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
         # Include weights that were frozen after the build, so all ranks have the same list. If only some ranks froze a
@@ -180,12 +180,12 @@ class Session:
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
             seed_per_rank(self.ranks.world, [])  # because the program may have set PyTorch's seed since the last `fit`
-        plain = [o for o in optimizers if not cross_shards(o)]
+        plain = [o for o in optimizers if not cross_shards_in(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
-        for reducer in reducers:
+        for cross_shard in cross_shards:
             # Skip the comparison that a `CrossShard` makes in its first update. That comparison would come after the
             # first forward pass, and would replace each rank's moving statistics by rank 0's.
-            reducer.peers.started = self.ranks
+            cross_shard.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:

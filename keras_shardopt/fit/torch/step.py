@@ -105,7 +105,7 @@ class TrainStep:
     def progress(self) -> list[tuple[int, bool]]:
         """Return the update count of each `CrossShard`, and whether this rank's state may differ from other ranks'."""
         has_own = has_own_statistics(self._session.model)
-        return [(int(reducer.iterations), has_own) for reducer in self._session.reducers]
+        return [(int(cross_shard.iterations), has_own) for cross_shard in self._session.cross_shards]
 
     def stopped_alike(self) -> bool:
         """Whether all ranks have made the same updates and have state to average. All ranks must call this together."""
@@ -136,7 +136,7 @@ def _assign(values: list[tuple[Any, torch.Tensor]]) -> None:
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
     """Return the `TrainStep` for the model's optimizer. Keep the step `before` if its class is unchanged."""
-    kind = step_class(session.reducers, TrainStep)
+    kind = step_class(session.cross_shards, TrainStep)
     if before is None or type(before) is not kind:
         made: TrainStep = kind(session)
         return made

@@ -51,7 +51,7 @@ from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     rows_of,
     start_of_part,
 )
-from keras_shardopt.fit.calls import reducers_in
+from keras_shardopt.fit.calls import cross_shards_in_step
 from keras_shardopt.fit.tensorflow.batches import rows_from
 from keras_shardopt.fit.tensorflow.step import TrainStep
 from keras_shardopt.numerics import Tensor, Variable
@@ -164,7 +164,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
         scale = model.optimizer.scale_loss(1.0)
         step = Step(grads, work.variables, loss_scale=scale, found_inf=found_inf)
         reduced = work.stage.reduced(step, replicas)
-        with claim_reduction(work.reducers), work.reducers[0].pipeline.resuming(reduced):
+        with claim_reduction(work.cross_shards), work.cross_shards[0].pipeline.resuming(reduced):
             model.optimizer.apply_gradients(zip(reduced.grads, work.variables))
     return logs
 
@@ -187,8 +187,8 @@ class _Work:
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
         self._model, self._data, self._num_parts, self._trains = model, data, num_parts, trains
-        self.reducers = reducers_in(model)
-        stages = self.reducers[0].pipeline.stages
+        self.cross_shards = cross_shards_in_step(model)
+        stages = self.cross_shards[0].pipeline.stages
         self.stage: Any = next(stage for stage in stages if isinstance(stage, SumOfParts))
         self.variables: list[Variable] = list(model.trainable_variables)
         self.num_gradients = len(self.variables) if trains else 0
