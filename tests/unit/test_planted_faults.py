@@ -1034,7 +1034,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        "self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before",
+        "self.mine, self._rows, self._is_whole, self._phase, self.shares_logs, self._step = before",
         "pass",
         "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[predictions_in_the_middle_of_training]",
     ),

@@ -24,7 +24,7 @@ class LocalStep(TrainStep):
         """Assign the mean over ranks to the weights."""
         before_reading(self._session.cross_shards)
 
-    def weights_set(self) -> None:
+    def started_equal(self) -> None:
         """Continue from weights that other code has set. They must be equal on all ranks."""
         for local in local_updates_in(self._session.cross_shards):
             if local.weights_differ:
@@ -33,7 +33,7 @@ class LocalStep(TrainStep):
     def end_epoch(self, is_call: bool) -> None:
         """Average the buffers of `torch.nn` modules over ranks. In `fit` (`is_call`), also assign mean weights."""
         if is_call:
-            self._session.look(self._session)
+            self._session.before_reading(self._session)
         average(buffers_of(self._session.model), self._session.ranks)
 
     def settle(self) -> None:

@@ -96,10 +96,10 @@ class Session:
         self._has_warned = False
         self._pending: Callable[[], list[list[int]]] | None = None
         """A function that waits for all ranks' messages about the next batch, such as its row counts; or None."""
-        self._is_part = False
-        """Whether the next batch is this rank's rows of a batch that all ranks have, so all row counts are known."""
+        self._is_whole = False
+        """Whether all ranks have the whole next batch, and each takes its rows, so all row counts are known."""
         self._step = 0
-        """The index of the next batch in the epoch, if `_is_part`."""
+        """The index of the next batch in the epoch, if `_is_whole`."""
         self._waits: bool | None = None
         """Whether a step can begin before the other ranks' row counts arrive; None until `_can_wait` computes this."""
         self._phase = Phase.TRAIN_BATCH
@@ -142,7 +142,7 @@ class Session:
             )
 
     @torch.compiler.disable
-    def look(self, together: Session | None) -> None:
+    def before_reading(self, together: Session | None) -> None:
         """Average weights that differ between ranks (`LocalSGD`), unless `together` is None (this rank runs alone)."""
         if self.ranks is not None and together is not None:
             self.step.before_reading()
@@ -170,11 +170,11 @@ class Session:
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
         if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged values, so average now
-            self.look(self)
+            self.before_reading(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
         elif not differing:
-            self.step.weights_set()
+            self.step.started_equal()
         if differing:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
@@ -281,21 +281,21 @@ class Session:
         self.mine = mine
         return self._last_batch[phase]
 
-    def _send_rows(self, phase: Phase, num: int, is_part: bool, num_equal: int) -> None:
+    def _send_rows(self, phase: Phase, num: int, is_whole: bool, num_equal: int) -> None:
         """Send `num`, the rows of this rank's batch, unless an earlier exchange has covered this batch.
 
         Wait for the other ranks' numbers unless the step can begin without them. This exchange can also cover the next
         `num_equal` batches, because these certainly have `num` rows too.
         """
-        self._phase, self._is_part = phase, is_part
-        if self._unreported.is_promised():
+        self._phase, self._is_whole = phase, is_whole
+        if self._unreported.take_promised():
             return
         reads = promised = 0
         if phase is not Phase.PREDICT_BATCH:
             trains = phase is Phase.TRAIN_BATCH
             reads = int(self.logs.are_read(trains))
             promised = (
-                self._unreported.can_promise_steps(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
+                self._unreported.num_to_promise(num_equal, self.logs.seconds_without_readers(trains)) if num else 0
             )
         # Bit 0: this rank reads logs. Bit 1: it has a batch that it can repeat. Bits 2 to 6: the number of next batches
         # without communication. Higher bits: the checksum of the batches since ranks last communicated.
@@ -325,7 +325,7 @@ class Session:
         first = self._step + 1 - self._unreported.num_batches
         self._unreported.reported(min(flags // 4 % _MOST_PROMISED for _, flags in messages))
         self.shares_logs = any(flags % 2 for _, flags in messages)
-        if self._is_part:
+        if self._is_whole:
             marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in messages]
             check_batches(marks, self._step, first)
             return
@@ -338,13 +338,13 @@ class Session:
     @torch.compiler.disable
     def rows(self) -> list[int]:
         """Return the number of rows of each rank in the next or running batch."""
-        if not self._is_part:
+        if not self._is_whole:
             self.confirm()
         return self._rows
 
     def all_rows(self) -> int | Callable[[], int]:
         """Return the total number of rows of the next or running batch, or a function that waits for the number."""
-        if self._pending is None or self._is_part:
+        if self._pending is None or self._is_whole:
             return sum(self._rows)
         return lambda: sum(self.rows())
 
@@ -359,7 +359,7 @@ class Session:
         """In the block, run a nested call, such as `evaluate` in a callback. Then restore the outer call's state."""
         self.confirm()
         self.begin_call()
-        before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
+        before = self.mine, self._rows, self._is_whole, self._phase, self.shares_logs, self._step
         unreported, self._unreported = self._unreported, _Unreported()
         self.mine = self._waits = None
         try:
@@ -367,7 +367,7 @@ class Session:
         finally:
             self._pending = None
             self.begin_call()
-            self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
+            self.mine, self._rows, self._is_whole, self._phase, self.shares_logs, self._step = before
             self._unreported = unreported
 
     @torch.compiler.disable
@@ -495,14 +495,14 @@ class _Unreported:
         if print_:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
-    def is_promised(self) -> bool:
+    def take_promised(self) -> bool:
         """Whether ranks have agreed to run this batch without communication. If so, subtract it from these batches."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
         return True
 
-    def can_promise_steps(self, num_equal: int, seconds: float) -> int:
+    def num_to_promise(self, num_equal: int, seconds: float) -> int:
         """Return for how many batches to skip communication: at most `num_equal`, ending within `seconds`."""
         if num_equal <= 0 or not can_promise_steps():
             return 0

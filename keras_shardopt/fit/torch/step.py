@@ -91,7 +91,7 @@ class TrainStep:
     def before_reading(self) -> None:
         """Called on all ranks before weights are read. Does nothing unless an extension overrides it."""
 
-    def weights_set(self) -> None:
+    def started_equal(self) -> None:
         """Called when training begins with equal weights on all ranks. Does nothing unless overridden."""
 
     def end_epoch(self, is_call: bool) -> None:

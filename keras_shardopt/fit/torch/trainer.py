@@ -67,7 +67,7 @@ class PreparedOnTorch(PreparedModel):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        session.look(session)
+        session.before_reading(session)
         with separate_logs(self):
             return _run(session, session, Phase.TEST_BATCH, super().evaluate, *args, **kwargs)
 
@@ -75,7 +75,7 @@ class PreparedOnTorch(PreparedModel):
         """Predict all rows on all ranks together, or on this rank only if `auto_shard` or `gather` is False."""
         session, sharing = session_of(self), sharing_of(self)
         together = session if sharing.gather and sharing.auto_shard else None
-        session.look(together)
+        session.before_reading(together)
         return _run(session, together, Phase.PREDICT_BATCH, super().predict, *args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class PreparedOnTorch(PreparedModel):
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        session.look(session)
+        session.before_reading(session)
         return _on_batch(self, super().test_on_batch, Phase.TEST_BATCH, *args, **kwargs)
 
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:

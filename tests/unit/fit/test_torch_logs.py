@@ -70,10 +70,10 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
     def promise(num_batches=1, num_alike=1000, seconds=1000.0, seconds_of_one=1.0):
         """After so many batches, of which the last is not promised: what all ranks promise."""
         for i in range(num_batches):
-            assert unreported.is_promised() == (i < num_batches - 1)
+            assert unreported.take_promised() == (i < num_batches - 1)
             unreported.add(4, 0)
             now[0] += seconds_of_one
-        found = unreported.can_promise_steps(num_alike, seconds)
+        found = unreported.num_to_promise(num_alike, seconds)
         unreported.reported(found)
         return found
 
@@ -91,7 +91,7 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
     assert sum(owed) == 3 + 15 + 31 + 7 + 2 + 5
     unreported.reported(3)
     unreported.reported(session._NOTHING_YET)  # a new epoch takes back what was promised
-    assert owed[-2:] == [3, -3] and not unreported.is_promised()
+    assert owed[-2:] == [3, -3] and not unreported.take_promised()
 
 
 def test_batches_since_the_last_message_are_told_apart():
