@@ -25,7 +25,7 @@ from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.old_arguments import with_objects
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
-from keras_shardopt.update.pipeline import Pipeline
+from keras_shardopt.update.pipeline import Pipeline, Reducer
 from keras_shardopt.update.reducers import reducer_of
 from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
@@ -158,7 +158,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         self._keeps_state = any(extension.keeps_state for extension in self.extension_stages)
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         reducers = [extension.reducer for extension in self.extension_stages if extension.reducer is not None]
-        reducer: Any = reducers[0] if reducers else reducer_of(self._context, options, found)
+        reducer: Reducer = reducers[0] if reducers else reducer_of(self._context, options, found)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         register_created(self)

@@ -68,7 +68,7 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
     slices, sent = reducer.predicted_bytes()
     gradients, buffers = None, placement.bytes_held(kept)
     if _gradients is not None:
-        grads, sending = _gradients.measured(trainable, getattr(reducer, "buckets", None))
+        grads, sending = _gradients.measured(trainable, reducer.buckets)
         gradients, buffers = grads + placement.bytes_held(sums), buffers + sending
     held = report.held[0 if shards is None else shards.replica_id]
     return {

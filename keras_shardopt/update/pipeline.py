@@ -33,6 +33,15 @@ class Reducer(Protocol):
     transport: Transport
     """Encodes and sends gradients between replicas."""
 
+    buckets: Any
+    """The groups of gradients that are sent during the backward pass; None if all are sent at the end."""
+
+    def members(self, comm: Communicator) -> Communicator:
+        """Return the communicator of the replicas that reduce gradients together: `comm`, or this replica's group."""
+
+    def predicted_bytes(self) -> tuple[int, int | None]:
+        """Predict the bytes of this replica's gradient slices, and the bytes for sending (None if unknown)."""
+
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Prepare to send gradients during the backward pass of `loss`. `row_share` is 0 if the replica has no rows."""
 

@@ -26,6 +26,7 @@ from keras_shardopt.update.nonfinite import (
     num_flags,
 )
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.pipeline import Reducer
 from keras_shardopt.update.reduction import Reduction, rescale_reduced
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.scattered import AlongAxes
@@ -53,6 +54,9 @@ class GradientSlicer(Protocol):
 
 class AllReduce:
     """Gives every replica the mean or the sum of the gradients of all replicas, or of its group."""
+
+    buckets: Any = None
+    """None: this reducer sends all gradients at the end."""
 
     def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport) -> None:
         self._context = context
@@ -297,6 +301,6 @@ def reducer_of(
     return at_the_end
 
 
-def whole_reducer_of(reducer: Any) -> Any:
+def whole_reducer_of(reducer: Reducer) -> Reducer:
     """Return the reducer that sends after the backward pass: `reducer`, or the one inside an `Overlapped`."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer
