@@ -22,12 +22,41 @@ from keras_shardopt.launch.pickled import CALL, ERROR, RESULT
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 HERE = str(pathlib.Path(problem.__file__).parents[1])
 
+# New processes import the launcher alone: the package around it, Keras and a framework take them many times as long.
+LAUNCHER_ALONE = f"""
+import os, sys, types
+
+def stands_for(name, **members):
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    vars(module).update({{name: types.SimpleNamespace(**values) for name, values in members.items()}})
+
+def process():
+    number, own = (os.environ.get(f"KERAS_DISTRIBUTION_{{name}}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
+    return int(number or 1), int(own or 0)
+
+__path__ = [{str(pathlib.Path(ks.__file__).parent)!r}]
+stands_for("keras", config={{"backend": lambda: "jax"}})
+active = {{"processes": {{"process": process}}, "placement": {{"outside_strategy": lambda function: function()}}}}
+stands_for("keras_shardopt.backends.active", **active)
+"""
+
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     keras.random.uniform(())  # JAX reads XLA_FLAGS once, and tests after these need its flags for several devices
     for name, value in launch.variables(BACKEND, OMP_NUM_THREADS="1", XLA_FLAGS="", JAX_PLATFORMS="cpu").items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def launcher_alone(monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "keras_shardopt").mkdir()
+    (folder / "keras_shardopt" / "__init__.py").write_text(LAUNCHER_ALONE)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.chdir(folder)  # `python -m` looks here first
 
 
 def trained(tests, rate, momentum):
@@ -57,12 +86,13 @@ def test_the_result_is_that_of_one_process(capsys):
 
 
 @pytest.mark.neutral
-def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("launcher_alone")
+def test_the_first_error_is_raised_with_its_traceback(tmp_path):
     def fails(file):
         import os
         import time
 
-        if os.environ["RANK"] == "1":
+        if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
             open(file, "w").close()
             raise LookupError("on purpose")
         while not os.path.exists(file):
@@ -86,6 +116,7 @@ def test_the_first_error_is_raised_with_its_traceback(monkeypatch, tmp_path):
         (0, "must return. Received: process 0"),
     ],
 )
+@pytest.mark.usefixtures("launcher_alone")
 def test_a_process_that_does_not_return_raises(monkeypatch, capsys, status, words):
     def dies(status):
         import os
@@ -112,6 +143,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error(tmp_path):
 
 
 @pytest.mark.neutral
+@pytest.mark.usefixtures("launcher_alone")
 def test_an_interrupt_ends_all_processes(tmp_path):
     def waits(folder):
         import os
@@ -172,6 +204,7 @@ def test_errors_that_cannot_be_pickled_keep_their_text(tmp_path):
 
 
 @pytest.mark.neutral
+@pytest.mark.usefixtures("launcher_alone")
 def test_a_process_ends_with_the_program_that_waits_for_it(tmp_path):
     """That program holds the other end of its input, which closes even if it is killed."""
     (tmp_path / CALL).write_bytes(cloudpickle.dumps((time.sleep, (200,), {})))
@@ -181,6 +214,7 @@ def test_a_process_ends_with_the_program_that_waits_for_it(tmp_path):
 
 
 @pytest.mark.neutral
+@pytest.mark.usefixtures("launcher_alone")
 def test_a_question_to_the_user_is_an_error(tmp_path):
     (tmp_path / CALL).write_bytes(cloudpickle.dumps((input, (), {})))
     command = [sys.executable, "-m", "keras_shardopt.launch.call", str(tmp_path)]
