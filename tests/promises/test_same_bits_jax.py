@@ -15,8 +15,8 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("jax")
 
-# With one part on each device, and with several; "normalizing-SGD-clipped" is on one device and on two below.
-BY_DEFAULT = [(8, "attending-Adam-plain"), (2, "paired-SGD-weighted")]
+# With several parts on each device, and with one; "normalizing-SGD-clipped" is on one device and on two below.
+BY_DEFAULT = [(2, "attending-Adam-plain"), (2, "paired-SGD-weighted"), (8, "paired-SGD-weighted")]
 
 
 @pytest.mark.parametrize(
