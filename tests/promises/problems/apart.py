@@ -24,9 +24,12 @@ from keras_shardopt.extensions.local_sgd.stage import fragments_of
 EPOCHS = 5
 NUM_UPDATES = 20  # four batches in an epoch
 EPOCHS_OF_LIVES = 4
+NUM_UPDATES_OF_LIVES = 16
 RATE, MOMENTUM = 0.1, 0.9
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
+# Of these cases, training also has validation data.
+VALIDATED = ("every 3", "every 5 in 3 fragments")
 # The arguments of `CrossShard`, and the momentum inside it. "diloco" is for an outer optimizer.
 CASES = {
     "every update": ({"sync_every": 1}, 0.0),
@@ -64,17 +67,16 @@ def normalizing():
 
 
 def trained(replicas, name):
-    """Weights, history and counts after `fit` on uneven batches."""
+    """Weights and counts after `fit` on uneven batches, and what validation says."""
     model = compiled(replicas, optimizer(name))
-    x, y = uneven.data()
-    history = model.fit(
-        x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=(x[:16], y[:16])
-    )
-    evaluated = model.evaluate(x[:16], y[:16], verbose=0)
+    (x, y), validates = uneven.data(), name in VALIDATED
+    arguments = {"validation_data": (x[:16], y[:16])} if validates else {}
+    arguments |= {"batch_size": uneven.BATCH_SIZE, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, **arguments)
     return {
+        "evaluated": model.evaluate(x[:16], y[:16], verbose=0) if validates else None,
+        "val_loss": history.history.get("val_loss"),
         "weights": model.get_weights(),
-        "val_loss": history.history["val_loss"],
-        "evaluated": evaluated,
         "updates": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
         "differ": replicas.largest_difference(model),
     }
@@ -172,100 +174,95 @@ class Looking(keras.callbacks.Callback):
 
 
 class Interrupting(keras.callbacks.Callback):
-    """Ends training by an error in the third epoch."""
+    """Ends training by an error after so many updates, by default in the third epoch and within a round."""
+
+    def __init__(self, count=10):
+        super().__init__()
+        self.count = count
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) == 10:
+        if int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) == self.count:
             raise InterruptedError
 
 
+ARGUMENTS = {"batch_size": uneven.BATCH_SIZE, "shuffle": False, "verbose": 0}
+
+
 def fitted(replicas, *callbacks, epochs=EPOCHS_OF_LIVES, **more):
-    """The model after `fit`, from the same start and with the same random numbers."""
+    """The model after `fit`, perhaps interrupted, from the same start and with the same random numbers."""
     keras.utils.set_random_seed(3)
     model = compiled(replicas, with_everything(**more), normalizing())
-    x, y = uneven.data()
-    arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": epochs, "shuffle": False, "verbose": 0}
-    try:
-        model.fit(x, y, callbacks=list(callbacks), **arguments)
-    except InterruptedError:
-        return None
-    return model
-
-
-def interrupted(replicas):
-    """The model after a `fit` that an error has ended in the third epoch, within a round."""
-    keras.utils.set_random_seed(3)
-    model = compiled(replicas, with_everything(use_ema=False), normalizing())
-    x, y = uneven.data()
     with contextlib.suppress(InterruptedError):
-        arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": EPOCHS_OF_LIVES, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=[Interrupting()], **arguments)
+        model.fit(*uneven.data(), callbacks=list(callbacks), epochs=epochs, **ARGUMENTS)
     return model
 
 
 def lived(replicas, name):
     """What becomes of replicas that train apart when somebody looks, saves, stops and goes on: by what is compared."""
     folder = processes.gather_objects(tempfile.mkdtemp())[0]
-    if name == "whole":
-        return state_of_all(fitted(replicas))
+    x, y = uneven.data()
+    if name == "whole":  # and then written to a file, within a round
+        model = fitted(replicas)
+        return state_of_all(model), _from_a_file(replicas, model, f"{folder}/model.keras")
     if name == "without averages":  # which `fit` writes to the weights when it ends
         return state_of_all(fitted(replicas, use_ema=False))
-    if name == "looked at":
-        callback = Looking(folder)
-        found = state_of_all(fitted(replicas, callback))
-        return found, callback.seen
-    if name == "killed":
-        assert fitted(replicas, ks.callbacks.BackupAndRestore(folder), Interrupting()) is None
-        return state_of_all(fitted(replicas, ks.callbacks.BackupAndRestore(folder)))
+    if name == "looked at and killed":
+        looking, killing = Looking(folder), Interrupting()
+        killed = fitted(replicas, ks.callbacks.BackupAndRestore(folder), looking, killing)
+        assert int(keras.ops.convert_to_numpy(killed.optimizer.iterations)) == killing.count
+        return state_of_all(fitted(replicas, ks.callbacks.BackupAndRestore(folder))), looking.seen
     if name in ("in two calls", "with other statistics"):
         model = fitted(replicas, epochs=2, use_ema=False)
         if name == "with other statistics":
             model.layers[0].moving_mean.assign(np.full(problem.NUM_FEATURES, 5.0))
-        x, y = uneven.data()
-        model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS_OF_LIVES - 2, shuffle=False, verbose=0)
+        model.fit(x, y, epochs=EPOCHS_OF_LIVES - 2, **ARGUMENTS)
         return state_of_all(model)
-    if name == "interrupted":  # in the third epoch, within a round, and nobody looks before the next call
-        model = interrupted(replicas)
-        (x, y), begin = uneven.data(), 2 * uneven.BATCH_SIZE
-        arguments = {"batch_size": uneven.BATCH_SIZE, "shuffle": False, "verbose": 0}
-        model.fit(x[begin:], y[begin:], **arguments)
-        model.fit(x, y, epochs=EPOCHS_OF_LIVES - 3, **arguments)
-        return state_of_all(model)
-    if name == "from a file":
-        model = fitted(replicas, epochs=3)  # ends within a round
-        ks.save_model(model, f"{folder}/model.keras")
-        file = pathlib.Path(f"{folder}/model.keras").read_bytes()
-        loaded = keras.saving.load_model(f"{folder}/model.keras")
-        kept, theirs = (
-            [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([m.optimizer])[0].saved_variables, *m.weights]]
-            for m in (model, loaded)
-        )
-        start = loaded.get_weights()
-        x, y = uneven.data()
-        ks.prepare(loaded, auto_shard=True)
-        loaded.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
-        return kept, theirs, start, loaded.get_weights(), replicas.largest_difference(loaded), file
-    assert name in ("with other weights", "with other weights when interrupted")
-    model = interrupted(replicas) if name.endswith("interrupted") else fitted(replicas, epochs=2)
+    assert name == "interrupted"  # in the third epoch, within a round, and nobody looks before the next call
+    model, begin = fitted(replicas, Interrupting(), use_ema=False), 2 * uneven.BATCH_SIZE
+    model.fit(x[begin:], y[begin:], **ARGUMENTS)
+    model.fit(x, y, epochs=EPOCHS_OF_LIVES - 3, **ARGUMENTS)
+    found = state_of_all(model)
+    later = Interrupting(NUM_UPDATES_OF_LIVES + 3)
+    with contextlib.suppress(InterruptedError):
+        model.fit(x, y, callbacks=[later], **ARGUMENTS)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == later.count
+    interrupted = _with_other_weights(model)
+    model.fit(x, y, epochs=2, **ARGUMENTS)
+    return found, {"when interrupted": interrupted, "after a call": _with_other_weights(model)}
+
+
+def _from_a_file(replicas, model, path):
+    """What a file has, what a model has that is loaded from it, which then trains on; and the file."""
+    ks.save_model(model, path)
+    file = pathlib.Path(path).read_bytes()
+    loaded = keras.saving.load_model(path)
+    kept, theirs = (
+        [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([m.optimizer])[0].saved_variables, *m.weights]]
+        for m in (model, loaded)
+    )
+    start = loaded.get_weights()
+    ks.prepare(loaded, auto_shard=True)
+    loaded.fit(*uneven.data(), **ARGUMENTS)
+    return kept, theirs, start, loaded.get_weights(), replicas.largest_difference(loaded), file
+
+
+def _with_other_weights(model):
+    """The weights from which rounds begin after an update, and those that the model was given before it."""
     fresh = normalizing()
     model.set_weights(fresh.get_weights())
-    local = local_updates_in([model.optimizer])[0]
     x, y = uneven.data()
-    model.fit(x[:16], y[:16], batch_size=16, epochs=1, verbose=0)
-    return [keras.ops.convert_to_numpy(v) for v in [*local.references, *fresh.trainable_variables]]
+    model.fit(x[:16], y[:16], **ARGUMENTS)
+    pairs = local_updates_in([model.optimizer])[0].references, fresh.trainable_variables
+    return [[keras.ops.convert_to_numpy(v) for v in variables] for variables in pairs]
 
 
 LIVES = (
     "whole",
     "without averages",
-    "looked at",
-    "killed",
+    "looked at and killed",
     "in two calls",
     "with other statistics",
     "interrupted",
-    "from a file",
-    "with other weights",
-    "with other weights when interrupted",
 )
 
 
@@ -642,13 +639,13 @@ SKIPPING = {
     "skip": (_sgd, {"on_nonfinite": "skip"}),
     "scaling": (_scaling, {}),
     "accumulation": (_sgd, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
-    "scaling and accumulation": (_scaling, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
+    "scaling, statistics and accumulation": (_scaling, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
     "clipping": (lambda: ks.GradientClipping(_sgd(), 0.3), {"on_nonfinite": "skip"}),
     "averages": (lambda: _sgd(use_ema=True, ema_momentum=0.5), {"on_nonfinite": "skip"}),
     "statistics": (_sgd, {"on_nonfinite": "skip"}),
     "statistics and accumulation": (_sgd, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
     "statistics before a round": (_sgd, {"on_nonfinite": "skip"}),  # whose statistics do not count in it
-    "uneven statistics": (_sgd, {"on_nonfinite": "skip"}),
+    "averages and uneven statistics": (lambda: _sgd(use_ema=True, ema_momentum=0.5), {"on_nonfinite": "skip"}),
     "all replicas": (_sgd, {"on_nonfinite": "skip"}),
 }
 NUM_MICRO = 13
@@ -697,6 +694,8 @@ def skipping(replicas, name):
         "scale": states[id(optimizer.loss_scale)].tolist() if "scaling" in name else None,
         "counted": processes.gather_objects(counted),
         "statistics": _statistics_of_each(model),
+        "left_out": int(keras.ops.convert_to_numpy(local.num_skipped_syncs)),
+        "count": int(keras.ops.convert_to_numpy(local.count)),
         "differ": replicas.largest_difference(model),
     }
 
@@ -724,7 +723,7 @@ def skipping_twins(name):
     skips = [int(keras.ops.convert_to_numpy(model.optimizer.skipped_steps)) for model in models]
     scales = [float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) for model in models]
     weights = [_mean(each) for each in zip(*(model.weights for model in models))]
-    if name == "averages":
+    if "averages" in name:
         leaves = [model.optimizer.inner for model in models]
         for i, each in enumerate(zip(*(leaf._model_variables_moving_average for leaf in leaves))):
             place = next(j for j, v in enumerate(models[0].weights) if v is models[0].trainable_variables[i])
