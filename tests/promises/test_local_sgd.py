@@ -15,7 +15,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.extensions.local_sgd.mixins import local_updates_in
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 
 pytestmark = pytest.mark.xdist_group("test_local_sgd")  # which looks at the same runs in many tests
 
@@ -331,12 +331,12 @@ def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(
     model = problem.model()
     model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
     model.optimizer.build(model.trainable_variables)
-    local_updates_in([model.optimizer])[0].num_skipped_syncs.assign(3)
+    LocalUpdates.found_in([model.optimizer])[0].num_skipped_syncs.assign(3)
     with pytest.warns(UserWarning, match="Received: 3 such"):
         ks.save_model(model, tmp_path / "model.keras")
     if is_new:
         model = keras.saving.load_model(tmp_path / "model.keras")
-    local = local_updates_in([model.optimizer])[0]
+    local = LocalUpdates.found_in([model.optimizer])[0]
     assert int(keras.ops.convert_to_numpy(local.num_skipped_syncs)) == 3
     local.before_reading()  # warnings are errors
     local.num_skipped_syncs.assign(4)
@@ -459,7 +459,7 @@ def test_rounds_begin_from_weights_within_their_constraints(monkeypatch):
         weight = keras.Variable([0.0, 0.0])
         weight.constraint = keras.constraints.MaxNorm(0.75)
         optimizer.build([weight])
-        (local,) = local_updates_in([optimizer])
+        (local,) = LocalUpdates.found_in([optimizer])
         for first in (-0.25, -0.25, *[0.1 + 0.1 * replicas.replica_id] * 2):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.0])], [weight])
         return [keras.ops.convert_to_numpy(each) for each in (weight, *local.references)]
@@ -477,7 +477,7 @@ def test_rounds_begin_from_weights_that_were_set_between_epochs_where_all_replic
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), extensions=[rounds])
         weight = keras.Variable([0.0])
         optimizer.build([weight])
-        (local,) = local_updates_in([optimizer])
+        (local,) = LocalUpdates.found_in([optimizer])
         optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
         weight.assign([5.0])
         local.resume(begins_epoch=True)
@@ -495,7 +495,7 @@ def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypat
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, compression="int8")
         weight = keras.Variable([0.0, 0.0])
         optimizer.build([weight])
-        (local,) = local_updates_in([optimizer])
+        (local,) = LocalUpdates.found_in([optimizer])
         (residual,) = local.unsent
         found = []
         for first in (1.0, 1.0, 1.0, np.nan if replicas.replica_id else 1.0):
@@ -517,7 +517,7 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2)
         weight = keras.Variable([0.0])
         optimizer.build([weight])
-        local_updates_in([optimizer])[0].count.assign(replicas.replica_id * 2)
+        LocalUpdates.found_in([optimizer])[0].count.assign(replicas.replica_id * 2)
         for _ in range(2):
             optimizer.apply([keras.ops.ones((1,))], [weight])
 
@@ -537,7 +537,7 @@ def test_numbers_of_updates_are_compared_among_thousands_of_replicas(behind):
             others = [np.array([count, count**2], "int32")] * 4095
             return [keras.ops.convert_to_tensor(np.sum([*others, *tensors], axis=0, dtype="int32"))]
 
-    stage = local_updates_in([ks.CrossShard("sgd", sync_every=2)])[0]
+    stage = LocalUpdates.found_in([ks.CrossShard("sgd", sync_every=2)])[0]
     with pytest.raises(ValueError, match="same number") if behind else contextlib.nullcontext():
         stage._check_counts(Many(), 8191)
 
@@ -601,7 +601,7 @@ def test_a_backup_of_two_devices_goes_on_with_others(then, tmp_path):
 def test_powersgd_of_rounds_does_not_warn_of_adam():
     """Warnings are errors: what is coded are movements of weights, and not gradients that Adam divides."""
     optimizer = ks.CrossShard(keras.optimizers.Adam(), sync_every=50, compression="powersgd")
-    (local,) = local_updates_in([optimizer])
+    (local,) = LocalUpdates.found_in([optimizer])
     assert isinstance(local.transport.codec, ks.compression.PowerSGD)
     with pytest.warns(UserWarning, match="made for SGD with momentum"):
         ks.CrossShard(keras.optimizers.Adam(), compression="powersgd")

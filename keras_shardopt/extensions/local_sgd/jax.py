@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, num_batch_shards, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, mix_in
-from keras_shardopt.extensions.local_sgd.mixins import ShowsMean, local_updates_in, resume_local
+from keras_shardopt.extensions.local_sgd.mixins import ShowsMean, resume_local
 from keras_shardopt.extensions.local_sgd.replica_values import Rows
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
@@ -51,7 +52,7 @@ class _StacksRows(keras.Model):
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
         """Create variables with one row (first index) per replica, if needed. Then create the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
-        for local in local_updates_in([self.optimizer]):  # empty if `compile` has set an optimizer without local SGD
+        for local in LocalUpdates.found_in([self.optimizer]):  # none if `compile` replaced it
             if self.optimizer.built and has_replicas and not local.stacked:
                 local.stack()
                 self.train_function = None  # the old function does not use the new variables
@@ -71,7 +72,7 @@ class _LocalStep:
         self._axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
         self._size = num_batch_shards(distribution)
         self._num_missing = -all_rows % self._size
-        (self._local,) = local_updates_in([model.optimizer])
+        (self._local,) = LocalUpdates.found_in([model.optimizer])
         variables = model.optimizer.variables
         self._place = {id(v): i for i, v in enumerate(variables)}
         self._of = [id(v) for v in cast(Rows, self._local.replica_values).of]
@@ -180,13 +181,13 @@ class LocalStep(TrainStep):
 
     def prepare(self) -> None:
         """Raise ValueError for several processes, a custom step, or an optimizer around `CrossShard`."""
-        _check(self.model, next(each for each in self.cross_shards if local_updates_in([each])))
+        _check(self.model, next(each for each in self.cross_shards if LocalUpdates.found_in([each])))
         mix_in(self.model, ShowsMean)
         mix_in(self.model, _StacksRows)
 
     def before_step(self) -> None:
         """Restore each replica's own weights, if evaluation or saving has replaced them by the mean."""
-        if any(local.stacked for local in local_updates_in([self.model.optimizer])):
+        if any(local.stacked for local in LocalUpdates.found_in([self.model.optimizer])):
             resume_local([self.model.optimizer])
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,14 +23,9 @@ _WAS_READ = "_keras_shardopt_looked"
 """Name of an attribute of models: whether a method has read or set weights since the last training step."""
 
 
-def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
-    """Return the object that runs local SGD (`LocalUpdates`) of each optimizer that has one."""
-    return LocalUpdates.found_in(optimizers)
-
-
 def resume_local(cross_shards: Sequence[Any], begins_epoch: bool = False) -> None:
     """Restore each replica's weights before a training step. `begins_epoch`: other code may have set weights."""
-    for local in local_updates_in(cross_shards):
+    for local in LocalUpdates.found_in(cross_shards):
         local.resume(begins_epoch)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from keras_shardopt.backends.models import buffers_of
-from keras_shardopt.extensions.local_sgd.mixins import local_updates_in, resume_local
+from keras_shardopt.extensions.local_sgd.mixins import resume_local
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 from keras_shardopt.fit.calls import before_reading
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep
@@ -26,7 +27,7 @@ class LocalStep(TrainStep):
 
     def started_equal(self) -> None:
         """Continue from weights that other code has set. They must be equal on all ranks."""
-        for local in local_updates_in(self._session.cross_shards):
+        for local in LocalUpdates.found_in(self._session.cross_shards):
             if local.weights_differ:
                 local.restart()
 
@@ -41,4 +42,5 @@ class LocalStep(TrainStep):
 
     def progress(self) -> list[tuple[int, bool]]:
         """Return the number of updates, and whether the ranks' weights differ."""
-        return [(local.num_updates, local.weights_differ) for local in local_updates_in(self._session.cross_shards)]
+        found = LocalUpdates.found_in(self._session.cross_shards)
+        return [(local.num_updates, local.weights_differ) for local in found]
