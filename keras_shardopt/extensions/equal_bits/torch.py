@@ -154,7 +154,7 @@ class PartsStep(TrainStep):
     def num_parts(self) -> int:
         """The number of parts of each batch. It is checked once per call of `fit`, `evaluate` or `train_on_batch`."""
         if self._number is None:
-            self._number = num_parts_of(self._session.model)
+            self._number = runtime.no_compile(num_parts_of, self._session.model)
         return self._number
 
     def begin_call(self) -> None:
