@@ -872,14 +872,14 @@ FAULTS = [
         "extensions/equal_bits/tensorflow/step.py",
         "as_part(part.replica_id)",
         "as_part(tf.distribute.get_replica_context().replica_id_in_sync_group)",
-        f"{SAME_BITS}[4-attending-Adam-plain]",
+        f"{SAME_BITS}[2-attending-Adam-plain]",
         backend="tensorflow",
     ),
     fault(
         "backends/tensorflow/communicator.py",
         "zip(values[::2], values[1::2])",
         "zip(values[: len(values) // 2], values[len(values) // 2 :])",
-        f"{SAME_BITS}[4-attending-Adam-plain]",
+        f"{SAME_BITS}[4-normalizing-SGD-clipped]",
         backend="tensorflow",
     ),
     # Equal bits on any number of replicas.
@@ -963,7 +963,7 @@ FAULTS = [
         "extensions/equal_bits/jax.py",
         "value + seed_offset(index) if seed",
         "value + seed_offset(index // self.each) if seed",
-        f"{DEVICES}::test_one_sha256_for_any_number_of_devices[8-attending-Adam-plain]",
+        f"{DEVICES}::test_one_sha256_for_any_number_of_devices[2-attending-Adam-plain]",
         backend="jax",
     ),
     fault(
