@@ -195,8 +195,8 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                now = self.pipeline
-                now.reducer = reducer_of(self._context, self._options, now.stages, now.transport, shards)
+                pipeline = self.pipeline
+                pipeline.reducer = reducer_of(self._context, self._options, pipeline.stages, pipeline.transport, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 

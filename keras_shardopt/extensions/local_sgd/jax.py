@@ -52,7 +52,7 @@ class _StacksRows(keras.Model):
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
         """Create variables with one row (first index) per replica, if needed. Then create the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
-        for local in LocalUpdates.found_in([self.optimizer]):  # none if `compile` replaced it
+        for local in LocalUpdates.found_in([self.optimizer]):  # none if `compile` replaced the optimizer
             if self.optimizer.built and has_replicas and not local.stacked:
                 local.stack()
                 self.train_function = None  # the old function does not use the new variables

@@ -23,7 +23,7 @@ from keras_shardopt.extensions.local_sgd.stage import LocalUpdates, fragments_of
 EPOCHS = 5
 NUM_UPDATES = 20  # four batches in an epoch
 EPOCHS_OF_LIVES = 4
-NUM_UPDATES_OF_LIVES = 16
+NUM_UPDATES_OF_LIVES = 4 * EPOCHS_OF_LIVES
 RATE, MOMENTUM = 0.1, 0.9
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
