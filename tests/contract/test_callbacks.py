@@ -116,6 +116,7 @@ def test_tensorboard_writes_its_files(chain, wrapper, tmp_path):
 
 
 @each_chain
+@pytest.mark.exhaustive("tensorflow")
 def test_backup_and_restore_resumes(chain, wrapper, tmp_path):
     class Stop(callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):

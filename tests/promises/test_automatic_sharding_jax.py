@@ -61,6 +61,7 @@ def test_class_weights_and_data_of_other_frameworks(tmp_path):
             np.testing.assert_allclose(history[log], expected[log], rtol=1e-5, err_msg=f"{name}: {log}")
 
 
+@pytest.mark.exhaustive
 def test_processes_may_have_one_device_each(tmp_path):
     file = tmp_path / "found.pickle"
     try:

@@ -15,12 +15,11 @@ BY_DEFAULT = [
     *("arrays", "class_weights", "nested_inputs_and_outputs", "py_datasets", "data_loaders", "generators"),
     *("evaluate_and_predict", "several_steps_per_execution", "predictions_in_the_middle_of_training"),
     "outputs_of_other_kinds",
-    *("parts_of_its_own", "parts_that_each_rank_loads", "data_that_differ_are_refused_on_every_rank"),
+    *("parts_that_each_rank_loads", "data_that_differ_are_refused_on_every_rank"),
     *("batches_with_fewer_rows_than_ranks", "one_rank_alone_predicts_where_nothing_is_gathered"),
     *("losses_whose_values_are_chosen", "a_step_begins_before_others_have_their_rows"),
     "plain_calls_that_save",
     "a_sampler_of_each_rank_shuffles_by_the_number_of_the_epoch",
-    "data_that_draws_behind_what_a_callback_draws",
 ]
 ON_ANY_NUMBER = [
     *("arrays", "arrays_in_other_ways", "batches_with_fewer_rows_than_ranks", "class_weights"),

@@ -17,6 +17,7 @@ def program(tmp_path):
     return file
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_copies_that_only_have_numbers_train_as_one_process(tmp_path, program):
     """With the variables that `srun` sets, as no SLURM is needed for them."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}  # for ports of its own

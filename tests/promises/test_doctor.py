@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 MEASURED = {"devices", "threads", "network", "all-reduce", "clocks", "directory", "reproducible"}
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_processes_of_a_job_measure_it_together(tmp_path):
     start = {"torch": launch.torchrun, "jax": launch.jax_processes, "tensorflow": launch.tensorflow_workers}[BACKEND]
     printed = start("doctor_program.py", 2, tmp_path)

@@ -127,6 +127,7 @@ def test_composed_optimizers(make):
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras before 3.15 has no MultiOptimizer")
 @pytest.mark.parametrize("outside", some([True, False], 2))
+@pytest.mark.exhaustive("tensorflow")
 def test_multi_optimizer(outside):
     def multi(wrap):
         rules = {".*bias": wrap(keras.optimizers.SGD(0.05))}

@@ -28,6 +28,15 @@ def with_it(name, usual, every):
 
 
 @pytest.mark.parametrize("name", some(compressing.CASES, USUAL))
+@pytest.mark.exhaustive(
+    "tensorflow",
+    cases=[
+        "int4 in windows that skips",
+        "int8 and uneven rows",
+        "int8 in windows with divided state and a scaled loss that skips",
+        "int8 with divided state",
+    ],
+)
 def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
     """Over 40 updates, in windows, around skipped updates, with uneven rows and divided state; bits are equal."""
     found = world.run(compressing.trained, 4, name, with_it(name, USUAL, compressing.CASES))
@@ -40,6 +49,8 @@ def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
 
 
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive("jax", "tensorflow"))])
+@pytest.mark.exhaustive("tensorflow")
+@pytest.mark.exhaustive("torch", cases=["2"])
 def test_a_codec_of_a_user_is_that_of_numpy(world, num_replicas):
     """That of `examples/top_k.py`, which uses public names only."""
     names = ["whole state", "divided state"] if keras.config.backend() == "torch" else ["whole state"]
@@ -58,6 +69,7 @@ SENT = ["int8", "int4", "powersgd"]
 
 
 @pytest.mark.parametrize("name", some(compressing.SENT, SENT))
+@pytest.mark.exhaustive("tensorflow", cases=["int4", "int8"])
 def test_the_bytes_are_those_of_theory(world, name):
     if name == "nothing" and keras.config.backend() == "jax":
         pytest.skip("XLA reduces gradients that nobody needs to see")
@@ -87,6 +99,7 @@ def test_with_divided_state_matrices_of_low_rank_are_the_same(world):
 
 
 @pytest.mark.parametrize("name", some(compressing.RESTARTS, ["int4"]))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_after_a_restart_nothing_is_lost(world, name):
     straight, again = world.run(compressing.restarted, 2, name, with_it(name, ["int4"], compressing.RESTARTS))
     assert straight[2] == again[2] == 4 * problem.NUM_STEPS

@@ -52,6 +52,7 @@ def test_windows_equal_larger_batches(num_replicas, num_steps):
     "case",
     some(accumulating.OTHERS, ["embedding" if BACKEND == "tensorflow" else "updates counted"], "jax", "tensorflow"),
 )
+@pytest.mark.exhaustive("tensorflow")
 def test_whatever_is_inside_sees_the_gradient_of_the_window(case):
     num_replicas = 1 if BACKEND == "torch" else 2
     accumulating.check(case, 3, *trained(case, num_replicas, 3))
@@ -247,19 +248,19 @@ def test_a_lost_reduction_turns_the_check_red(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the ranks of each number have trained, one spawn of workers for all cases."""
+    """What the ranks of each number have trained, one spawn of workers for all cases but the compiled one."""
 
     @functools.cache
-    def run(num_replicas):
+    def run(num_replicas, *names):
         file = tmp_path_factory.mktemp("ranks") / "results.npz"
         try:
-            launch.torchrun("rank_accumulation.py", num_replicas, file)
+            launch.torchrun("rank_accumulation.py", num_replicas, file, *names)
         except launch.WorkersFailed as failure:
             return failure
         return np.load(file)
 
-    def results(num_replicas):
-        outcome = run(num_replicas)
+    def results(num_replicas, *names):
+        outcome = run(num_replicas, *names)
         if isinstance(outcome, launch.WorkersFailed):
             pytest.fail(str(outcome), pytrace=False)
         return outcome
@@ -296,5 +297,6 @@ def test_ranks_communicate_once_in_a_window(ranks, num_replicas):
 
 
 @pytest.mark.backends("torch")
+@pytest.mark.exhaustive
 def test_a_compiled_step_of_ranks(ranks):
-    accumulating.check("momentum", 3, of_ranks(ranks(2), "compiled/3"), None)
+    accumulating.check("momentum", 3, of_ranks(ranks(2, "compiled"), "compiled/3"), None)

@@ -15,6 +15,7 @@ NUM_REPLICAS = {"tensorflow": 2, "jax": 4, "torch": 2}
 
 
 @pytest.mark.parametrize("case", some(noise.CASES, ["plain", "accumulating"]))
+@pytest.mark.exhaustive("tensorflow", cases=["accumulating"])
 def test_on_replicas_it_is_that_of_the_problem(world, case):
     found, left = world.run(noise.on_replicas, NUM_REPLICAS[BACKEND], case, of=noise.CASES)
     num_micro_batches = noise.CASES[case].get("gradient_accumulation_steps", 1)
@@ -23,6 +24,7 @@ def test_on_replicas_it_is_that_of_the_problem(world, case):
     assert not left
 
 
+@pytest.mark.exhaustive("tensorflow", "torch")
 def test_on_one_replica_it_is_that_of_its_micro_batches():
     found, _ = noise.trained("one replica", 1, *noise.rows(4), noise.BATCH_SIZE, gradient_accumulation_steps=4)
     assert set(found) == {"_in_batches"}  # nobody knows how many rows a batch has
@@ -34,6 +36,7 @@ class Ending(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_after_a_training_that_has_failed_nothing_is_left():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(ks.CrossShard("sgd", gradient_accumulation_steps=2), "mse")

@@ -18,6 +18,7 @@ def close(number):
 
 
 @pytest.mark.parametrize("case", some(memory.CASES, lambda case: case != "plain"))
+@pytest.mark.exhaustive("jax", "tensorflow", cases=["accumulation"])
 def test_predicted_bytes_are_those_of_the_arrays(world, case):
     found = world.run(
         memory.reported, NUM_REPLICAS, case, [each for each in memory.CASES if (each == "plain") == (case == "plain")]

@@ -123,10 +123,8 @@ CASES += [
     if (inner, arguments) != ("momentum", "plain")
 ]
 BY_DEFAULT = [
-    ("2x4", "rows", "uneven", "momentum", "plain"),
     ("4x2", "mixed", "even", "chain", "skips"),
     ("4x2, model first", "columns", "uneven", "momentum", "accumulates and clips"),
-    ("2x4", "rows", "uneven", "adam", "accumulates"),
 ]
 
 
@@ -157,7 +155,7 @@ def test_training_equals_that_of_keras_on_one_device(mesh, layout, sizes, inner,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", some([*MESHES, "1x4"], ["2x4", "1x4"]))
-@pytest.mark.parametrize("width", [64, 60])
+@pytest.mark.parametrize("width", some([64, 60], [60]))
 def test_every_device_holds_an_equal_share(mesh, layout, width):
     """A width of 60 divides by 4, and not by 8."""
     model_parallel(mesh, layout)

@@ -30,6 +30,7 @@ def one_process(config):
 
 
 @pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.exhaustive("tensorflow")
 def test_summaries_of_fit_on_replicas(tmp_path):
     """One program serves all replicas here; on PyTorch each rank does what one process does."""
 
@@ -79,6 +80,7 @@ def test_a_variable_that_a_step_finds_is_placed_on_all_devices():
 
 
 @pytest.mark.parametrize("config", some(steps.CONFIGS, ["everything"], "jax", "tensorflow"))
+@pytest.mark.exhaustive("tensorflow")
 def test_replicas_are_identical_and_equal_one_process(world, config):
     reference, losses, seen = one_process(config)
     warns = contextlib.nullcontext()

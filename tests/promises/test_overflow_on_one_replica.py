@@ -112,6 +112,7 @@ def _local_check(self, grads, variables, scale):
 
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("scale", some([None, "Backoff"], ["Backoff"]))
+@pytest.mark.exhaustive("tensorflow")
 def test_masters_are_equal_on_all_replicas(scale):
     def run():
         keras.utils.set_random_seed(0)
@@ -142,6 +143,7 @@ def test_masters_are_equal_on_all_replicas(scale):
 
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("wrap", some([scaled, lambda inner: ks.MixedPrecision(inner, ks.AutomaticLossScaler())], 2))
+@pytest.mark.exhaustive("tensorflow")
 def test_an_overflow_in_one_group_is_skipped_in_all(wrap):
     """Groups have gradients of their own, but skip together: on TensorFlow replica 0 speaks for all."""
     grads = np.ones((3, 4, 2), "float32")

@@ -81,7 +81,7 @@ INNER = {
 CASES = [(name, "momentum", 3) for name in ARGUMENTS] + [("plain", name, 6) for name in INNER]
 BY_DEFAULT = [
     *[("plain", name, 6) for name in ("wrapped", "finalized")],
-    *[(name, "momentum", 3) for name in ("own gradients", "accumulates")],
+    ("accumulates", "momentum", 3),
 ]
 
 
@@ -100,7 +100,7 @@ def test_weights_are_those_of_whole_state(arguments, inner, num_replicas):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * moved + 6e-8)  # and a rounding of the weight
 
 
-@pytest.mark.parametrize("by_name", [True, False], ids=["name", "variable"])
+@pytest.mark.parametrize("by_name", some([True, False], [False]), ids=["name", "variable"])
 def test_variables_excluded_before_building_do_not_decay(by_name):
     with ks.data_parallel(3):
         optimizer = ks.CrossShard(keras.optimizers.AdamW(0.1, weight_decay=0.5), shard_state=True)

@@ -243,6 +243,7 @@ def test_what_cannot_work_inside_is_refused_with_its_name(strategy, argument):
         fit(model, x, y, optimizer=optimizer)
 
 
+@pytest.mark.exhaustive
 def test_the_moves(strategy):
     from keras_shardopt.backends.active import runtime
 
@@ -322,6 +323,7 @@ GROUPS = [[0, 3], [1, 2]]
     ("eagerly", "reduction", "num_steps"),
     some([(True, "mean", 5), (False, "mean", 20), (False, "sum", 20)], [(False, "mean", 20)]),
 )
+@pytest.mark.exhaustive
 def test_groups_drift_apart_under_fit(eagerly, reduction, num_steps, tmp_path):
     rate = 0.1 if reduction == "mean" else 0.02
 

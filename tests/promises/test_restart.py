@@ -144,6 +144,7 @@ def test_buffers_of_modules_go_to_all_ranks(tmp_path, monkeypatch):
 
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
+@pytest.mark.exhaustive("tensorflow")
 def test_on_several_replicas(tmp_path, num_replicas):
     with ks.data_parallel(num_replicas) as replicas:
         alone, _ = trained(tmp_path / "alone", prepared=True)

@@ -16,7 +16,7 @@ import keras_shardopt as ks
 pytestmark = pytest.mark.backends("jax")
 
 # With several parts on each device, and with one; "normalizing-SGD-clipped" is on one device and on two below.
-BY_DEFAULT = [(2, "attending-Adam-plain"), (2, "paired-SGD-weighted"), (8, "paired-SGD-weighted")]
+BY_DEFAULT = [(2, "attending-Adam-plain")]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_one_sha256_for_processes_with_any_number_of_devices(tmp_path):
 
 
 @pytest.mark.parametrize("how", some(["a distribution of one", "the last one"], ["a distribution of one"]))
+@pytest.mark.exhaustive
 def test_a_single_device_may_be_any(how):
     case = "normalizing-SGD-clipped"
     last = jax.devices()[-1]

@@ -98,6 +98,7 @@ def test_unequal_parts_after_prepare(folder, division):
     uneven.assert_same((weights, {name: found[f"{division}/log/{name}"] for name in alone[1]}), alone)
 
 
+@pytest.mark.exhaustive
 def test_before_the_first_step_state_is_read_saved_and_restored(tmp_path):
     launch.jax_processes("jax_before_training.py", 2, tmp_path, num_devices=1, timeout=200)
 
@@ -111,6 +112,7 @@ def interrupted(tmp_path_factory):
     return made, str(failure.value)
 
 
+@pytest.mark.exhaustive
 def test_who_is_left_ends_with_an_error_in_time(interrupted):
     printed = interrupted[1]
     assert "worker 1, exit status -9" in printed
@@ -122,6 +124,7 @@ def test_who_is_left_ends_with_an_error_in_time(interrupted):
     assert re.search(words, printed, re.MULTILINE), printed
 
 
+@pytest.mark.exhaustive
 def test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed(interrupted):
     folder, _ = interrupted
     printed = launch.jax_processes("jax_restart.py", 2, folder, timeout=150)

@@ -155,6 +155,7 @@ def quickly_compiled():
 
 
 @pytest.mark.parametrize(("way", "arguments", "window"), suites.some(CASES, CHOSEN[BACKEND]))
+@pytest.mark.exhaustive("tensorflow", cases=["skip-steps-1"])
 def test_it_is_as_if_the_batch_had_never_come(way, arguments, window):
     """With windows of four, good batches of the window with the bad one count for nothing, too."""
     x, y = batches(NUM_BATCHES * (2 if window > 1 else 1))
@@ -278,6 +279,7 @@ KINDS = ["itself", "loaded", "copied", "cloned", "compiled again"]
 
 
 @pytest.mark.parametrize("kind", suites.some(KINDS, ["compiled again"], "jax", "tensorflow"))
+@pytest.mark.exhaustive("tensorflow")
 def test_it_holds_for_loaded_and_copied_and_compiled_again(tmp_path, kind):
     x, y = batches()
     good, bad = (x[0], y[0]), (with_nan(x, 1)[1], y[1])
@@ -325,6 +327,7 @@ def replicated(way, prepared, options, x, y):
     ("way", "prepared", "window", "more"),
     suites.some(REPLICATED, lambda case: case == REPLICATED[-1]),
 )
+@pytest.mark.exhaustive("tensorflow")
 def test_on_several_replicas(way, prepared, window, more):
     x, y = batches()
     gone = [1] if window == 1 else range(4)
@@ -367,6 +370,7 @@ LOOPS += [("scaling", 4, True)] * (BACKEND == "tensorflow")
 @pytest.mark.parametrize(
     ("way", "window", "traced"), suites.some(LOOPS, lambda loop: loop[2] or BACKEND != "tensorflow", "tensorflow")
 )
+@pytest.mark.exhaustive("tensorflow")
 def test_in_a_custom_training_loop(way, window, traced):
     x, y = batches()
     gone = range(1) if window == 1 else range(4)
@@ -387,6 +391,7 @@ def test_in_a_custom_training_loop(way, window, traced):
 
 
 @pytest.mark.parametrize("iter_size", suites.some([1, 4], [4], "jax", "tensorflow"))
+@pytest.mark.exhaustive("tensorflow")
 def test_in_a_step_of_optimize_loss(iter_size):
     x, y = batches()
     gone = [1] if iter_size == 1 else range(4)

@@ -9,6 +9,7 @@ from keras_shardopt.backends.active import processes
 
 
 @pytest.mark.parametrize("way", reading.WAYS)
+@pytest.mark.exhaustive("tensorflow", cases=["divided"])
 def test_state_can_be_read_before_training_goes_on(world, way):
     if world.kind == "devices" and "process" in way:
         pytest.skip("one process holds all devices")

@@ -24,6 +24,8 @@ def alone(case):
 
 
 @pytest.mark.parametrize("case", CASES if BACKEND == "torch" else some(CASES, CASES[:-1]))
+@pytest.mark.exhaustive("jax", cases=["each replica's gradients"])
+@pytest.mark.exhaustive("tensorflow", cases=["rows of one replica", "whole batch"])
 def test_updates_and_logs_are_those_of_one_process(world, case):
     start = carrying.trained(carrying.model(carrying.BATCH_SIZE, carrying.CASES[case][1].get("layer", "SimpleRNN")))
     uneven.assert_same(world.run(carrying.run, 2, case, of=CASES), alone(case), start)

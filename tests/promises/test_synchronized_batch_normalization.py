@@ -30,6 +30,8 @@ def alone(name):
 
 @pytest.mark.parametrize("num_replicas", some([3, 2, 4], [3]))
 @pytest.mark.parametrize("name", some(SAME, BY_DEFAULT))
+@pytest.mark.exhaustive("jax", cases=["branches-3", "gradients of each replica-3", "skipped update-3"])
+@pytest.mark.exhaustive("tensorflow", cases=["branches-3", "mask-3", "skipped update-3"])
 def test_update_is_that_of_one_process(world, name, num_replicas):
     got = world.run(normalizing.trained, num_replicas, name, of=NAMES)
     normalizing.assert_same(got, alone(name))
@@ -51,7 +53,7 @@ def test_layers_that_are_left_alone_use_the_rows_of_their_replica(world):
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("name", ["apart, few rows", "apart, skipped update"])
+@pytest.mark.parametrize("name", some(["apart, few rows", "apart, skipped update"], ["apart, few rows"]))
 def test_moving_statistics_of_layers_that_are_left_alone_are_the_mean_of_all_replicas(world, name):
     """Those of each replica's rows, which count by their number; Keras shows those of the first replica."""
     case = normalizing.CASES[name]

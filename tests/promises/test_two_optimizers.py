@@ -10,6 +10,7 @@ import keras_shardopt as ks
 
 
 @pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.exhaustive("tensorflow")
 def test_replicas_train_as_one_process(tmp_path):
     alone = gan.fit(gan.compiled())
     with ks.data_parallel(2) as replicas:

@@ -1,6 +1,7 @@
 """The core knows no extension: nothing outside an extension's folder names it, and without it the rest works."""
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -25,8 +26,9 @@ WORDS = {
 ALLOWED = {"__init__.py", "launch/output.py"}  # the public names; Python's own `codecs`
 
 
-def mentions(source, extension):
-    """The words of an extension in code: names and strings, without docstrings and comments."""
+@functools.cache
+def texts_in(source):
+    """Names and strings in code, without docstrings and comments."""
     tree = ast.parse(source)
     bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
     docs = {id(line.value) for body in bodies for line in body if isinstance(line, ast.Expr)}
@@ -34,8 +36,13 @@ def mentions(source, extension):
     for node in ast.walk(tree):
         texts = [getattr(node, name, None) for name in ("id", "attr", "name", "arg", "module")]
         texts += [node.value] if isinstance(node, ast.Constant) and id(node) not in docs else []
-        found += [word for text in texts if isinstance(text, str) for word in re.findall(words_of(extension), text)]
+        found += [text for text in texts if isinstance(text, str)]
     return found
+
+
+def mentions(source, extension):
+    """The words of an extension in code."""
+    return [word for text in texts_in(source) for word in re.findall(words_of(extension), text)]
 
 
 def words_of(extension):

@@ -143,6 +143,7 @@ def printed():
 
 
 @pytest.mark.xdist_group("processes")
+@pytest.mark.exhaustive("jax")
 def test_no_package_but_itself_is_loaded_that_keras_does_not_load():
     assert printed()[0] == "keras_shardopt"
 

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from support import launch, pages
-from support.suites import some
 
 FOLDER = pages.DOCS.parent / "benchmarks"
 SHARED = {"run_all", "tables", "timing", "torch_training"}
@@ -30,7 +29,8 @@ def test_none_is_forgotten():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", some(NAMES, lambda name: name == "torch_fit"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_it_runs(name):
     if name == "jax_update":
         pytest.importorskip("optax", reason="it is what this one compares with")

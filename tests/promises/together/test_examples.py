@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from support import launch
-from support.suites import some
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 
@@ -26,10 +25,8 @@ def printed(output, label):
 DIGITS = [("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 2), ("torch", 1), ("torch", 2)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "replicas"),
-    some(DIGITS, [("torch", 2)]),
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "replicas"), DIGITS)
 def test_digits(backend, replicas):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = start if (backend, replicas) == ("torch", 2) else [sys.executable]

@@ -54,12 +54,13 @@ def test_examples_show_what_they_say(backend, start, replicas, loop):
 
 BACKENDS = [
     ("torch", TORCHRUN, []),
-    pytest.param("jax", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
-    pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
+    ("jax", [sys.executable], ["--replicas", "2"]),
+    ("tensorflow", [sys.executable], ["--replicas", "2"]),
 ]
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "start", "replicas"), BACKENDS)
 def test_error_feedback_trains_with_few_elements(backend, start, replicas):
     output = run(*start, str(EXAMPLES / "top_k.py"), *replicas, KERAS_BACKEND=backend)
@@ -70,6 +71,7 @@ def test_error_feedback_trains_with_few_elements(backend, start, replicas):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "start", "replicas"), BACKENDS)
 def test_local_sgd_trains_with_few_communications(backend, start, replicas):
     output = run(*start, str(EXAMPLES / "local_sgd.py"), "--epochs", "9", *replicas, KERAS_BACKEND=backend)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from support import launch, pages
-from support.suites import some
 
 BLOCKS = pages.blocks(pages.DOCS / "processes.md")
 STARTED = {block.value: block for block in BLOCKS if block.mark == "starts"}
@@ -17,7 +16,8 @@ CASES = [(name, backend) for name in STARTED for backend in pages.BACKENDS if na
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name, backend", some(CASES, [("launch", "torch")]))  # test_launched.py has each backend
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, backend", CASES)
 def test_commands_start_replicas(name, backend, tmp_path):
     for block in BLOCKS:
         if block.mark == "file":

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 from support import launch
-from support.suites import some
 from test_examples import EXAMPLES, printed, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,7 +34,8 @@ def test_digits_on_four_replicas(backend, tmp_path):
     assert float(printed(output, "difference to one replica")) < 1e-3
 
 
-@pytest.mark.parametrize("backend", some(BACKENDS, ["jax"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_learn_with_half_of_the_state_on_each_replica(backend, tmp_path):
     output = shown("lora", backend, 2, tmp_path)
     before, after = (float(printed(output, f"on their side, {when}")) for when in ("before", "after"))
@@ -46,7 +46,8 @@ def test_adapters_learn_with_half_of_the_state_on_each_replica(backend, tmp_path
     assert {file.name for file in tmp_path.iterdir()} == {"pretrained.keras", "lora.keras"}
 
 
-@pytest.mark.parametrize("backend", some(BACKENDS, ["torch"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_generator_finds_the_ring(backend, tmp_path):
     output = shown("gan", backend, 2, tmp_path)
     before, after = (float(printed(output, f"distance to the ring, {when}")) for when in ("before", "after"))

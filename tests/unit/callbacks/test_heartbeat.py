@@ -59,6 +59,7 @@ def trained(*callbacks, **arguments):
     return model
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_the_line_has_the_running_step_and_phase(tmp_path, monkeypatch):
     watched = tmp_path / "watched"
     monkeypatch.setenv(jobs.HEARTBEATS, str(watched))  # as the launcher's `--watch` sets it
@@ -89,6 +90,7 @@ def test_a_process_that_hangs_writes_its_stacks(tmp_path, monkeypatch, at):
     assert (tmp_path / "rank-0.stacks").read_text() == stacks
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_without_a_directory_stacks_go_to_the_standard_error(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv(jobs.HEARTBEATS, "")  # as the launcher sets it without `--watch`
     monkeypatch.chdir(tmp_path)

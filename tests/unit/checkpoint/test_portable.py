@@ -44,6 +44,7 @@ def deep_model(optimizer, synchronized=True):
     return model
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_keras_alone_continues_with_the_inner_optimizer(tmp_path):
     optimizer = ks.CrossShard(ks.LossScaling(ks.GradientClipping(keras.optimizers.Adam(0.01), 100.0)))
     model = deep_model(optimizer)

@@ -328,6 +328,7 @@ def test_arguments_are_checked(tmp_path):
 
 
 @pytest.mark.backends("torch", "tensorflow")  # JAX asks the devices; see test_several_processes_jax.py
+@pytest.mark.exhaustive("tensorflow")
 def test_several_processes_write_one_checkpoint(tmp_path, monkeypatch):
     models = [trained() for _ in range(3)]
     whole = values(models[0])
@@ -419,6 +420,7 @@ def fitted(model, *callbacks, **arguments):
 
 
 @pytest.mark.parametrize("background", some([True, False], [True], "jax", "tensorflow"))
+@pytest.mark.exhaustive("tensorflow")
 def test_the_callback_keeps_the_newest(tmp_path, background):
     model = trained()
     fitted(model, ks.callbacks.ShardedCheckpoint(tmp_path, keep=2, background=background), epochs=4)
@@ -562,6 +564,7 @@ class Interrupting(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_a_sharded_backup_ends_as_if_training_was_not_interrupted(tmp_path):
     arguments = {"epochs": 4, "shuffle": keras.backend.backend() != "tensorflow"}
 
@@ -634,6 +637,7 @@ def test_backups_of_the_other_kind_are_an_error(tmp_path):
 
 
 @same
+@pytest.mark.exhaustive("torch")
 def test_plain_keras_reads_a_consolidated_file_without_this_package(tmp_path):
     model = trained(ks.CrossShard(keras.optimizers.Adam(0.01)))
     ks.save_sharded(model, tmp_path)
@@ -693,6 +697,7 @@ def test_without_safetensors_one_sentence_says_what_to_install(tmp_path, monkeyp
         ks.callbacks.ShardedCheckpoint(tmp_path)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_saves_of_a_fit_share_host_memory(tmp_path):
     """Copies to new memory take several times longer."""
     seen = []

@@ -74,6 +74,7 @@ def test_with_one_replica_bits_are_those_of_keras():
         np.testing.assert_array_equal(mine, others)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_a_model_that_has_trained_is_traced_anew():
     model = nested()
     before = trained(model)

@@ -108,6 +108,7 @@ class Looks(keras.callbacks.Callback):
 
 @with_devices
 @pytest.mark.parametrize("steps_per_execution", some([1, 2], [1]))
+@pytest.mark.exhaustive("tensorflow")
 def test_logs_of_batches_are_those_of_all_replicas(steps_per_execution, capsys):
     """Also of a metric that is no mean over rows, whose mean over replicas is another number."""
     x, y = (rows[:61] for rows in problem.data(4))
@@ -192,6 +193,7 @@ def test_a_plain_model_of_a_process_that_torchrun_started_trains_by_itself(monke
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_another_compile_trains_with_another_loss_and_optimizer():
     x, y = problem.data(1)
     with ks.data_parallel(None if keras.config.backend() == "torch" else 2):

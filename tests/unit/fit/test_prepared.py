@@ -107,6 +107,7 @@ def test_everybody_but_type_sees_the_class_of_the_user(scope, tmp_path, kind):
     np.testing.assert_allclose(nested.predict_on_batch(X), model.predict_on_batch(X), rtol=1e-6)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_methods_of_the_user_run_inside(scope):
     model = compiled(KINDS["step"]())
     model.fit(X, Y, silent=True)
@@ -212,6 +213,7 @@ class Reducing(keras.Model):
         return type(self), (self.units,)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_what_a_prepared_model_makes_of_its_type_is_not_prepared(scope):
     model = compiled(Reducing())
     for other in (model.twin(), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):

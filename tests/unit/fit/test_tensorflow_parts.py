@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -87,6 +88,7 @@ def test_the_parts_of_a_batch_are_those_of_its_rows_wherever_it_comes_from():
         assert found == expected, source
 
 
+@pytest.mark.exhaustive
 def test_added_losses_and_penalties_count_as_without_parts():
     found = []
     for num_parts in (None, NUM_PARTS):
@@ -98,6 +100,7 @@ def test_added_losses_and_penalties_count_as_without_parts():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_single_batches_are_cut_too():
     found = []
     for num_devices in (1, 2):
@@ -113,7 +116,7 @@ def _of_inputs(sparse):
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs)))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", some([1, 2], [1]))
 def test_sparse_inputs_are_cut_as_dense_ones_are(num_devices):
     import tensorflow as tf
 
@@ -129,6 +132,7 @@ def test_sparse_inputs_are_cut_as_dense_ones_are(num_devices):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_several_steps_of_an_execution_are_made_one_by_one():
     found = []
     for steps in (1, 2):
@@ -196,7 +200,7 @@ def test_a_test_step_of_the_models_own_gets_the_rows_of_its_replica():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", some([1, 2], [1]))
 def test_another_model_that_is_called_meanwhile_has_its_batches_whole(num_devices):
     """By a callback, or by what makes batches."""
     with compiled(num_devices) as model:

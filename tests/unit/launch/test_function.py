@@ -76,6 +76,7 @@ def trained(tests, rate, momentum):
     return replicas.num_replicas, model
 
 
+@pytest.mark.exhaustive
 def test_the_result_is_that_of_one_process(capsys):
     num_replicas, model = ks.launch_processes(trained, 2, (HERE, 0.1), {"momentum": 0.9})
     assert num_replicas == 2

@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+from support.suites import some
 from torch import distributed
 
 from keras_shardopt.backends import jobs
@@ -138,6 +139,7 @@ def test_a_progress_bar_in_a_file_is_a_line_for_each_epoch(tmp_path, capfd):
         assert lines == [f"[{rank}] {line}" for line in wanted]
 
 
+@pytest.mark.exhaustive("torch")
 def test_a_progress_bar_of_process_0_moves_on_a_terminal(tmp_path):
     made(tmp_path, BARS)
     master, slave = pty.openpty()
@@ -334,7 +336,7 @@ def test_one_that_does_not_end_is_killed_with_what_it_has_started(tmp_path, monk
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", some([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
 def test_signals_are_handed_on(tmp_path, number):
     text = (
         "import signal, sys, time\n"

@@ -320,7 +320,7 @@ def trained_in_float16(optimizer):
     return float(np.mean((in_float32.predict(x[64:], verbose=0) - y[64:]) ** 2))
 
 
-@pytest.mark.exhaustive("jax", "tensorflow")
+@pytest.mark.exhaustive
 def test_float16_training_that_fails_without_scaling_converges_with_each_algorithm():
     start = problem.model()
     x, y = problem.data(num_steps=8)

@@ -299,6 +299,7 @@ def fitted(optimizer, epochs=2):
     return model
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_masters_are_saved_and_training_continues(tmp_path):
     x, y = problem.data(num_steps=2)
     model = fitted(ks.CrossShard(ks.MixedPrecision(o.Adam(1e-3))))

@@ -231,6 +231,7 @@ def compiled(function):
 
 # Compiling takes up to a second each.
 @pytest.mark.parametrize("name", some(SCHEDULES, ["Join", "of Keras' own"]))
+@pytest.mark.exhaustive("tensorflow", "torch", cases=["Join"])
 def test_compiled_once_for_all_steps(name):
     schedule = SCHEDULES[name]()
     function, traces = compiled(schedule)

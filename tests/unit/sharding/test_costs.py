@@ -52,6 +52,7 @@ def newton_schulz(shape):
     return 5 * (4 * small**2 * large + 2 * small**3)
 
 
+@pytest.mark.exhaustive
 def test_a_product_is_one_operation_with_its_flops_and_bytes():
     from keras_shardopt.backends.torch import work
 

@@ -93,6 +93,7 @@ def test_what_is_left_to_the_end_is_done_after_the_traceback(tmp_path, start):
 
 @pytest.mark.xdist_group("processes")
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="this system does not list threads")
+@pytest.mark.exhaustive("torch")
 def test_what_others_are_forked_from_has_no_thread_that_they_would_lack():
     text = "import os\nprint(len(os.listdir(f'/proc/{os.getppid()}/task')))"
     assert launch.program(BACKEND, text, environment=launch.variables(BACKEND)) == "1\n"

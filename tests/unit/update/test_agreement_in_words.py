@@ -37,6 +37,7 @@ def clipping(limit=1.0, momentum=0.9, **arguments):
         ({"momentum": 0.5}, "`momentum` of optimizer 2 (SGD): 0.9 on processes 0 and 2, 0.5 on process 1"),
     ],
 )
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_differs_is_named_at_any_depth(monkeypatch, other, words):
     mine, odd = description(clipping()), description(clipping(**other))
     for each in (mine, odd):
@@ -56,6 +57,7 @@ def test_equal_ones_pass_after_one_exchange(monkeypatch):
     assert len(exchanged) == 2 and exchanged[0] == exchanged[1]
 
 
+@pytest.mark.exhaustive("jax")
 def test_another_order_is_another_training(monkeypatch):
     mine, *arguments = description(clipping())
     other = dict(reversed(mine.items()))

@@ -107,6 +107,8 @@ def of_low_rank(codec, update, everyones, factors):
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.exhaustive("tensorflow")
+@pytest.mark.exhaustive("jax", cases=["int4", "int4 stochastic", "int8", "int8 stochastic"])
 def test_sums_and_what_is_left_over_are_those_of_numpy(name):
     codec = CODECS[name]
     variables = [keras.Variable(np.zeros(s, "float32")) for s in SHAPES]
@@ -150,6 +152,8 @@ OFTEN = ["int8", "powersgd"] if keras.config.backend() == "jax" else ["int8", "i
 
 
 @pytest.mark.parametrize("name", some(CODECS, OFTEN))
+@pytest.mark.exhaustive("jax")
+@pytest.mark.exhaustive("tensorflow", cases=["int4 stochastic", "int8"])
 def test_what_was_sent_and_what_is_left_over_add_up_to_all_gradients(name):
     """Error feedback loses nothing, in 100 updates."""
     codec = CODECS[name]
@@ -289,6 +293,7 @@ threads = pytest.mark.backends("torch", "tensorflow")
 @threads
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("groups", some([None, [[0, 3], [1, 2]]], [None]), ids=str)
+@pytest.mark.exhaustive("tensorflow")
 def test_nothing_is_lost_and_all_replicas_agree(monkeypatch, name, groups):
     world = FakeWorld(4, is_spmd=False).hold(monkeypatch)
     codec = ks.compression.PowerSGD(rank=2, warmup_steps=0) if name == "powersgd" else CODECS[name]
@@ -300,6 +305,7 @@ def test_nothing_is_lost_and_all_replicas_agree(monkeypatch, name, groups):
 
 @threads
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.exhaustive("tensorflow")
 def test_gradients_that_a_replica_lacks_wait(monkeypatch):
     """Also of a variable that has none on any replica, for a while."""
 
@@ -317,6 +323,7 @@ def test_gradients_that_a_replica_lacks_wait(monkeypatch):
 @threads
 @pytest.mark.parametrize("groups", [None, [[0, 3], [1, 2]]], ids=str)
 @pytest.mark.parametrize("how", ["skips", "scales"])
+@pytest.mark.exhaustive("tensorflow")
 def test_of_a_skipped_update_nothing_is_left(monkeypatch, how, groups):
     def given(replica, update):
         grads = unit(replica, update)

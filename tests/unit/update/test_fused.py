@@ -321,7 +321,7 @@ def test_every_optimizer_of_keras_in_pieces_is_tried():
     some([(1, "float32"), (1, "float64"), (2, "float32"), (2, "float64")], lambda case: case != (2, "float64")),
     indirect=["num_threads"],
 )
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some(EXACT, 2))
 def test_pieces_have_the_bits_of_keras(name, dtype, num_pieces, num_threads):
     inner = ks.MixedPrecision(o.RMSprop(0.01)) if name == "MixedPrecision" else EXACT[name]()
     expected = trained(inner, 4, dtype)
@@ -610,6 +610,7 @@ def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
     assert difference(found[0], expected[0], arrays(weights())) > 1e-4
 
 
+@pytest.mark.exhaustive
 def test_fit_with_torch_compile():
     model = problem.InOneLayer()
     model.compile(ks.CrossShard(o.Adam(0.01)), "mse", jit_compile=True)

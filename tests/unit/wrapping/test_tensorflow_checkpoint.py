@@ -72,7 +72,7 @@ def assert_alike(model, other, num_state=None):
     assert_equal(*states)
 
 
-@pytest.mark.parametrize(("wrapper", "inner"), dict.fromkeys(PAIRS))
+@pytest.mark.parametrize(("wrapper", "inner"), some(dict.fromkeys(PAIRS), 3))
 def test_training_goes_on_from_a_checkpoint(wrapper, inner, tmp_path):
     trained = update(compiled(make(wrapper, inner)), range(3))
     path = tf.train.Checkpoint(model=trained).save(tmp_path / "model")
@@ -91,7 +91,7 @@ def test_training_goes_on_from_a_checkpoint(wrapper, inner, tmp_path):
     assert int(later.optimizer.iterations) == 3
 
 
-@pytest.mark.parametrize("wrapper", [*catalogue.ONE_OF_EACH_CLASS, "nested"])
+@pytest.mark.parametrize("wrapper", some([*catalogue.ONE_OF_EACH_CLASS, "nested"], 3))
 def test_a_checkpoint_moves_between_a_wrapper_and_its_inner_optimizer(wrapper, tmp_path):
     wrapped, plain = (update(compiled(make(w, "Adam")), range(3)) for w in (wrapper, None))
     num_state = len(plain.optimizer.variables)
@@ -142,7 +142,7 @@ def fit(model):
     return model
 
 
-@pytest.mark.parametrize("optimizer", some(SEVERAL, ["several", "divided"]))
+@pytest.mark.parametrize("optimizer", some(SEVERAL, ["divided"]))
 def test_replicas_go_on_from_a_checkpoint(optimizer, tmp_path):
     trained = fit(on_replicas(SEVERAL[optimizer], 2))
     path = tf.train.Checkpoint(model=trained).save(tmp_path / "model")
@@ -173,6 +173,7 @@ def test_replicas_go_on_from_a_checkpoint(optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", some(LEAVING_OUT, ["window"]))
+@pytest.mark.exhaustive
 def test_a_checkpoint_leaves_out_what_files_do(optimizer, tmp_path):
     trained = fit(on_replicas(LEAVING_OUT[optimizer], 2))
     path = tf.train.Checkpoint(model=trained).save(tmp_path / "model")

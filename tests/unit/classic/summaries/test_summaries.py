@@ -38,6 +38,7 @@ def states_in_numpy(num_steps, rate, clip):
     return seen[:num_steps]
 
 
+@pytest.mark.exhaustive("jax")
 def test_numbers_of_fit_as_tensorboard_reads_them(tmp_path):
     optimizer = ks.build_optimizer("SGD", {}, 0.1, clip_gradients=0.3, loss_scaling="Backoff", cross_shard=True)
     model, _ = fit([ks.callbacks.TrainingSummaries(tmp_path, OF_ONE_REPLICA, every=2)], optimizer)
@@ -117,6 +118,7 @@ def num_traces(callbacks_of_fits, factors):
 
 
 @pytest.mark.backends("jax", "tensorflow")
+@pytest.mark.exhaustive("tensorflow")
 def test_one_callback_compiles_in_its_first_fit_only(tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm", "variables"], every=1)
     callbacks = [[callback], [callback], [], [callback], [], [callback]]
@@ -129,6 +131,7 @@ def test_one_callback_compiles_in_its_first_fit_only(tmp_path):
 
 
 @pytest.mark.backends("jax", "tensorflow")
+@pytest.mark.exhaustive("tensorflow")
 def test_a_callback_with_other_settings_or_after_a_failed_fit_compiles_again(tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["variables"], every=1)
 
@@ -177,6 +180,7 @@ def test_micro_steps_of_several_fits_are_not_updates(num_steps, tmp_path):
     assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [2, 4, 6]
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_it_changes_nothing_but_the_logs(tmp_path):
     def optimizer():
         return ks.build_optimizer("Adam", {}, 0.01, clip_gradients=0.1, loss_scaling="Backoff", cross_shard=True)
@@ -212,6 +216,7 @@ def test_verbose_shows_rate_and_scale(capsys):
     assert history.history["learning_rate"] == [0.125] and "loss_scale" not in history.history
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_a_skipped_update_leaves_no_trace(tmp_path):
     weight = keras.Variable([1.0, 2.0], name="weight")
     arguments = dict(loss_scaling="Backoff", log_dir=tmp_path, every=1, summaries=["gradient_norm", "loss_scale"])
@@ -284,6 +289,7 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
 
 
 @pytest.mark.neutral
+@pytest.mark.exhaustive("torch")
 def test_writing_loads_no_tensorflow(tmp_path):
     program = f"""
 import sys
