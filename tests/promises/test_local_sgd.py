@@ -42,6 +42,7 @@ def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
     assert found["differ"] == 0
 
 
+@pytest.mark.exhaustive("tensorflow")
 @pytest.mark.parametrize("name", apart.VALIDATED)
 def test_validation_sees_the_mean_of_all_replicas(world, name):
     found = run(world, apart.trained, 2, name, of=apart.CASES)
@@ -99,6 +100,7 @@ def test_statistics_that_somebody_has_set_begin_no_round(world):
     assert [found[i].shape for i in differing] == [(2, problem.NUM_FEATURES), (problem.NUM_FEATURES,)]
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_files_have_the_mean_and_how_far_rounds_are(world):
     _, (kept, theirs, start, end, differ, _) = run(world, apart.lived, 2, "whole", of=apart.LIVES)
     for one, other in zip(kept, theirs, strict=True):
@@ -107,6 +109,7 @@ def test_files_have_the_mean_and_how_far_rounds_are(world):
     assert differ == 0
 
 
+@pytest.mark.exhaustive("tensorflow")
 @pytest.mark.parametrize("when", ["when interrupted", "after a call"])
 def test_rounds_begin_from_weights_that_somebody_has_set(world, when):
     _, found = run(world, apart.lived, 2, "interrupted", of=apart.LIVES)
