@@ -83,7 +83,6 @@ def pytest_configure(config):
 
 def _start_backend(quickly_compiled):
     """Imports the framework; the default tests do not wait for programs to be made fast, as the exhaustive ones do."""
-    gc.set_threshold(20_000, 10, 10)  # by default every 700 objects: a second of an import
     import keras  # noqa: F401
 
     if BACKEND == "tensorflow":
