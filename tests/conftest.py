@@ -105,8 +105,11 @@ def _start_backend(quickly_compiled):
 
 def _suite(config):
     """Which tests are asked for; those that are named one by one in any case."""
-    named = any("::" in argument for argument in config.args)
-    return config.option.suite or ("all" if named else "default")
+    return config.option.suite or ("all" if _names_tests(config) else "default")
+
+
+def _names_tests(config):
+    return any("::" in argument for argument in config.args)
 
 
 def pytest_ignore_collect(collection_path):
@@ -124,7 +127,7 @@ def pytest_ignore_collect(collection_path):
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config, items):
     suite, slow = _suite(config), slowness()
-    if suite == "default":
+    if suite == "default" and not config.getoption("lf", False) and not _names_tests(config):
         _check_cases(items)
     kept, left_out, first = [], [], set()
     for item in items:

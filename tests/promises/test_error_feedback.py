@@ -48,8 +48,9 @@ def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
         assert np.max(np.abs(moved - expected)) > 1e-4 * np.max(np.abs(expected)) or "bfloat16" in name
 
 
-@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive("jax", "tensorflow"))])
+@pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.exhaustive("tensorflow")
+@pytest.mark.exhaustive("jax", cases=["4"])
 @pytest.mark.exhaustive("torch", cases=["2"])
 def test_a_codec_of_a_user_is_that_of_numpy(world, num_replicas):
     """That of `examples/top_k.py`, which uses public names only."""

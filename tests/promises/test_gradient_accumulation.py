@@ -52,7 +52,6 @@ def test_windows_equal_larger_batches(num_replicas, num_steps):
     "case",
     some(accumulating.OTHERS, ["embedding" if BACKEND == "tensorflow" else "updates counted"], "jax", "tensorflow"),
 )
-@pytest.mark.exhaustive("tensorflow")
 def test_whatever_is_inside_sees_the_gradient_of_the_window(case):
     num_replicas = 1 if BACKEND == "torch" else 2
     accumulating.check(case, 3, *trained(case, num_replicas, 3))

@@ -39,7 +39,6 @@ def launched(program, *arguments, options=()):
     return launch.run(command, 200, launch.variables(BACKEND, OMP_NUM_THREADS="1", XLA_FLAGS=""))
 
 
-@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_program_of_the_readme_trains_as_one_process(tmp_path):
     (readme,) = [block.code for block in pages.blocks(pages.README) if "with ks.data_parallel()" in block.code]
     program = tmp_path / "train.py"

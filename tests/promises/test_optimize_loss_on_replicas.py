@@ -80,7 +80,6 @@ def test_a_variable_that_a_step_finds_is_placed_on_all_devices():
 
 
 @pytest.mark.parametrize("config", some(steps.CONFIGS, ["everything"], "jax", "tensorflow"))
-@pytest.mark.exhaustive("tensorflow")
 def test_replicas_are_identical_and_equal_one_process(world, config):
     reference, losses, seen = one_process(config)
     warns = contextlib.nullcontext()

@@ -17,8 +17,8 @@ from keras_shardopt.backends.models import buffers_of
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 CASES = [*same_bits.CASES, "bounded-SGD-plain", "wrapped-SGD-plain", "wrapped-SGD-skipped"]
-# Of each kind of model one; on two ranks a tree is one sum, and tests below run some cases there.
-LONG = ("masked", "recurrent-SGD-plain", "attending-SGD-plain", "wrapped-SGD-plain")
+# Of each kind of model one or two; on two ranks a tree is one sum, and tests below run some cases there.
+LONG = ("masked-Adam", "masked-SGD-plain", "recurrent-SGD-plain", "attending-SGD-plain", "wrapped-SGD-plain")
 BY_DEFAULT = [(4, case) for case in CASES if not case.startswith(LONG)]
 
 

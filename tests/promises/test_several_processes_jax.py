@@ -112,7 +112,6 @@ def interrupted(tmp_path_factory):
     return made, str(failure.value)
 
 
-@pytest.mark.exhaustive
 def test_who_is_left_ends_with_an_error_in_time(interrupted):
     printed = interrupted[1]
     assert "worker 1, exit status -9" in printed

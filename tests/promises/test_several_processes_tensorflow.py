@@ -11,7 +11,6 @@ import keras_shardopt as ks
 pytestmark = [pytest.mark.backends("tensorflow"), pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 
-@pytest.mark.exhaustive
 def test_two_workers_in_a_loop_by_hand(tmp_path):
     file = tmp_path / "results.npz"
     with pytest.raises(launch.WorkersFailed, match="worker 0 has noticed") as failure:

@@ -30,8 +30,8 @@ def alone(name):
 
 @pytest.mark.parametrize("num_replicas", some([3, 2, 4], [3]))
 @pytest.mark.parametrize("name", some(SAME, BY_DEFAULT))
-@pytest.mark.exhaustive("jax", cases=["branches-3", "gradients of each replica-3", "skipped update-3"])
-@pytest.mark.exhaustive("tensorflow", cases=["branches-3", "mask-3", "skipped update-3"])
+@pytest.mark.exhaustive("jax", cases=["branches-3", "skipped update-3"])
+@pytest.mark.exhaustive("tensorflow", cases=["branches-3", "mask-3"])
 def test_update_is_that_of_one_process(world, name, num_replicas):
     got = world.run(normalizing.trained, num_replicas, name, of=NAMES)
     normalizing.assert_same(got, alone(name))

@@ -366,7 +366,9 @@ class OverReplica(OverWholeBatch):
         return tf.reduce_sum(values) / tf.cast(tf.shape(values)[0], values.dtype) + 0.0 * penalty
 
 
-@pytest.mark.parametrize(("kind", "says"), some([(OverWholeBatch, True), (OverReplica, False)], [(OverReplica, False)]))
+@pytest.mark.parametrize(
+    ("kind", "says"), some([(OverWholeBatch, True), (OverReplica, False)], [(OverWholeBatch, True)])
+)
 def test_a_sum_over_rows_in_a_train_step_is_said_once(kind, says, one_process):
     for gradients in ("auto", "prescaled") if says else ("auto",):
         with replicas(2).scope():

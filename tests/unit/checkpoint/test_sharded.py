@@ -419,7 +419,7 @@ def fitted(model, *callbacks, **arguments):
     return model.fit(x, y, batch_size=problem.BATCH_SIZE, callbacks=list(callbacks), verbose=0, **arguments)
 
 
-@pytest.mark.parametrize("background", some([True, False], [True], "jax", "tensorflow"))
+@pytest.mark.parametrize("background", some([True, False], [True], "jax"))
 @pytest.mark.exhaustive("tensorflow")
 def test_the_callback_keeps_the_newest(tmp_path, background):
     model = trained()
@@ -637,7 +637,6 @@ def test_backups_of_the_other_kind_are_an_error(tmp_path):
 
 
 @same
-@pytest.mark.exhaustive("torch")
 def test_plain_keras_reads_a_consolidated_file_without_this_package(tmp_path):
     model = trained(ks.CrossShard(keras.optimizers.Adam(0.01)))
     ks.save_sharded(model, tmp_path)

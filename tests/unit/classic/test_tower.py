@@ -326,7 +326,7 @@ def test_a_jitted_loop_of_ones_own():
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("devices", some([None, ["CPU:1", "CPU:2"]], 2))
+@pytest.mark.parametrize("devices", [None, ["CPU:1", "CPU:2"]])
 @pytest.mark.exhaustive
 def test_a_tf_function_loop_of_ones_own(devices):
     import tensorflow as tf

@@ -172,7 +172,7 @@ def test_replicas_go_on_from_a_checkpoint(optimizer, tmp_path):
         assert not on_one.built and int(on_one.iterations) == 4
 
 
-@pytest.mark.parametrize("optimizer", some(LEAVING_OUT, ["window"]))
+@pytest.mark.parametrize("optimizer", LEAVING_OUT)
 @pytest.mark.exhaustive
 def test_a_checkpoint_leaves_out_what_files_do(optimizer, tmp_path):
     trained = fit(on_replicas(LEAVING_OUT[optimizer], 2))
