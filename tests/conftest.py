@@ -60,9 +60,7 @@ def pytest_configure(config):
         f"neutral: what is tested depends on no backend; once is enough, on {NEUTRAL_BACKEND}, and others leave it out",
     )
     config.addinivalue_line(
-        "markers",
-        "exhaustive(*names, cases=None): one of many crosses, left out by default; with names on these backends only, "
-        "with `cases` these ids of its parameters only",
+        "markers", "exhaustive(*names): one of many crosses, left out by default; with names on these backends only"
     )
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
     runs_here = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
@@ -105,11 +103,8 @@ def _start_backend(quickly_compiled):
 
 def _suite(config):
     """Which tests are asked for; those that are named one by one in any case."""
-    return config.option.suite or ("all" if _names_tests(config) else "default")
-
-
-def _names_tests(config):
-    return any("::" in argument for argument in config.args)
+    named = any("::" in argument for argument in config.args)
+    return config.option.suite or ("all" if named else "default")
 
 
 def pytest_ignore_collect(collection_path):
@@ -127,8 +122,6 @@ def pytest_ignore_collect(collection_path):
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config, items):
     suite, slow = _suite(config), slowness()
-    if suite == "default" and not config.getoption("lf", False) and not _names_tests(config):
-        _check_cases(items)
     kept, left_out, first = [], [], set()
     for item in items:
         wanted = suite == "all" or _is_exhaustive(item) == (suite == "exhaustive")
@@ -157,27 +150,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_exhaustive(item):
     """Also where any of its parameters is."""
-    return any(
-        (not mark.args or BACKEND in mark.args) and ("cases" not in mark.kwargs or _case(item) in mark.kwargs["cases"])
-        for mark in item.iter_markers("exhaustive")
-    )
-
-
-def _case(item):
-    """The id of the parameters of a test, or None."""
-    return item.callspec.id if hasattr(item, "callspec") else None
-
-
-def _check_cases(items):
-    """That all cases that marks name are there; a name that has changed would bring its test back into this suite."""
-    there = collections.defaultdict(set)
-    for item in items:
-        there[item.path, item.originalname].add(_case(item))
-    for item in items:
-        for mark in item.iter_markers("exhaustive"):
-            missing = {*mark.kwargs.get("cases", ())} - there[item.path, item.originalname]
-            if missing and (not mark.args or BACKEND in mark.args):
-                raise pytest.UsageError(f"{item.nodeid} has no cases {sorted(missing)}")
+    return any(not mark.args or BACKEND in mark.args for mark in item.iter_markers("exhaustive"))
 
 
 def _shares_work_with(item):

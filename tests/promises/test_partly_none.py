@@ -8,7 +8,7 @@ from promises.problems import partly_none, uneven
 from support.suites import some
 
 BY_DEFAULT = {
-    "tensorflow": ["arrays", "batches", "parts"],
+    "tensorflow": ["batches"],
     "jax": ["arrays", "each replica's gradients"],
     "torch": list(partly_none.CASES),
 }[BACKEND]
@@ -20,7 +20,6 @@ def alone(case):
 
 
 @pytest.mark.parametrize("case", some(partly_none.CASES, BY_DEFAULT))
-@pytest.mark.exhaustive("tensorflow", cases=["arrays", "parts"])
 def test_updates_and_logs_are_those_of_one_process(world, case):
     got = world.run(partly_none.run, 2, case, of=partly_none.CASES)
     uneven.assert_same(got, alone(case), partly_none.two_outputs().get_weights())

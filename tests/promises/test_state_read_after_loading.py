@@ -4,12 +4,12 @@ import keras
 import numpy as np
 import pytest
 from promises.problems import reading
+from support import suites
 
 from keras_shardopt.backends.active import processes
 
 
-@pytest.mark.parametrize("way", reading.WAYS)
-@pytest.mark.exhaustive("tensorflow", cases=["divided"])
+@pytest.mark.parametrize("way", suites.some(reading.WAYS, lambda way: way != "divided", "tensorflow"))
 def test_state_can_be_read_before_training_goes_on(world, way):
     if world.kind == "devices" and "process" in way:
         pytest.skip("one process holds all devices")

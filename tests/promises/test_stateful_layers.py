@@ -16,6 +16,7 @@ CASES = {
     "tensorflow": ["whole batch", "rows of one replica", "layer of your own", "Bidirectional"],
     "torch": ["whole batch", "rows of one replica", "layer of your own", "Bidirectional"],
 }[BACKEND]
+BY_DEFAULT = {"jax": ["apart", "whole batch"], "tensorflow": ["layer of your own"], "torch": CASES}[BACKEND]
 
 
 @functools.cache
@@ -23,9 +24,7 @@ def alone(case):
     return carrying.run(None, case)
 
 
-@pytest.mark.parametrize("case", CASES if BACKEND == "torch" else some(CASES, CASES[:-1]))
-@pytest.mark.exhaustive("jax", cases=["each replica's gradients"])
-@pytest.mark.exhaustive("tensorflow", cases=["rows of one replica", "whole batch"])
+@pytest.mark.parametrize("case", some(CASES, BY_DEFAULT))
 def test_updates_and_logs_are_those_of_one_process(world, case):
     start = carrying.trained(carrying.model(carrying.BATCH_SIZE, carrying.CASES[case][1].get("layer", "SimpleRNN")))
     uneven.assert_same(world.run(carrying.run, 2, case, of=CASES), alone(case), start)

@@ -19,7 +19,9 @@ NAMES = [
     if (BACKEND == "jax" or name not in ON_JAX) and (BACKEND != "torch" or name != "few rows")
 ]
 SAME = [name for name in NAMES if name not in ("mixed precision", "far from zero") and "apart" not in name]
-BY_DEFAULT = ["branches", "mask", "few rows", "skipped update", ON_JAX[0]] if BACKEND != "torch" else SAME
+BY_DEFAULT = {"jax": ["mask", "few rows", ON_JAX[0]], "tensorflow": ["few rows", "skipped update"], "torch": SAME}[
+    BACKEND
+]
 
 
 @functools.cache
@@ -30,8 +32,6 @@ def alone(name):
 
 @pytest.mark.parametrize("num_replicas", some([3, 2, 4], [3]))
 @pytest.mark.parametrize("name", some(SAME, BY_DEFAULT))
-@pytest.mark.exhaustive("jax", cases=["branches-3", "skipped update-3"])
-@pytest.mark.exhaustive("tensorflow", cases=["branches-3", "mask-3"])
 def test_update_is_that_of_one_process(world, name, num_replicas):
     got = world.run(normalizing.trained, num_replicas, name, of=NAMES)
     normalizing.assert_same(got, alone(name))

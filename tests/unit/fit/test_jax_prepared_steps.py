@@ -64,7 +64,6 @@ def _masked():
 
 @pytest.mark.parametrize("name", some([n for n in OPTIONS if n != "accumulated"], ["transformed", "apart"]))
 @pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.exhaustive(cases=["7-transformed"])
 def test_losses_of_outputs_leave_out_what_is_masked(name, rows):
     tokens = RANDOM.randint(0, 5, (16, 6))
     tokens[:8, 2:] = 0

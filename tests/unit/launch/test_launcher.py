@@ -139,7 +139,7 @@ def test_a_progress_bar_in_a_file_is_a_line_for_each_epoch(tmp_path, capfd):
         assert lines == [f"[{rank}] {line}" for line in wanted]
 
 
-@pytest.mark.exhaustive("torch")
+@pytest.mark.exhaustive
 def test_a_progress_bar_of_process_0_moves_on_a_terminal(tmp_path):
     made(tmp_path, BARS)
     master, slave = pty.openpty()

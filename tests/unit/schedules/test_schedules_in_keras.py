@@ -153,7 +153,6 @@ def test_keras_own_accumulation_counts_batches_as_the_docs_say():
     ],
     ids=["PiecewiseConstant", "PolyDecay", "Keras' ExponentialDecay"],
 )
-@pytest.mark.exhaustive("jax", cases=["Keras' ExponentialDecay-CrossShard", "PiecewiseConstant-CrossShard"])
 def test_per_update_counts_updates_where_keras_accumulates(schedule, wrap):
     per_update = ks.schedules.PerUpdate(schedule, 3)
     optimizer = wrap(keras.optimizers.SGD(per_update, gradient_accumulation_steps=3))

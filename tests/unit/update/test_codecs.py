@@ -106,9 +106,8 @@ def of_low_rank(codec, update, everyones, factors):
     return sums, unsent
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", some(CODECS, lambda name: not name.startswith("int"), "jax"))
 @pytest.mark.exhaustive("tensorflow")
-@pytest.mark.exhaustive("jax", cases=["int4", "int4 stochastic", "int8", "int8 stochastic"])
 def test_sums_and_what_is_left_over_are_those_of_numpy(name):
     codec = CODECS[name]
     variables = [keras.Variable(np.zeros(s, "float32")) for s in SHAPES]
@@ -148,9 +147,11 @@ def test_sums_and_what_is_left_over_are_those_of_numpy(name):
 
 
 # Each operation of random rounding is a call of its own here.
-@pytest.mark.parametrize("name", some(CODECS, ["int8", "int4 stochastic", "powersgd"]))
+OFTEN = ["powersgd"] if keras.config.backend() == "tensorflow" else ["int8", "int4 stochastic", "powersgd"]
+
+
+@pytest.mark.parametrize("name", some(CODECS, OFTEN))
 @pytest.mark.exhaustive("jax")
-@pytest.mark.exhaustive("tensorflow", cases=["int4 stochastic", "int8"])
 def test_what_was_sent_and_what_is_left_over_add_up_to_all_gradients(name):
     """Error feedback loses nothing, in 100 updates."""
     codec = CODECS[name]

@@ -132,7 +132,6 @@ def check_summaries(step, expected):
 
 
 @pytest.mark.parametrize("id", some(CASES, 4, "jax", "tensorflow"))
-@pytest.mark.exhaustive("jax", cases=["optimize_loss_mixed:mixed/128.0/Adam"])
 def test_golden(id):
     file, case = CASES[id]
     given = case["config"].get("optimizer_params")
