@@ -4,6 +4,8 @@
     python benchmarks/run_all.py --page      # only the page, from existing results
     python benchmarks/run_all.py --quick     # checks in minutes that all of them run; writes no result and no page
 
+`--quick` omits commands that differ from an earlier one only in a number, such as that of ranks.
+
 The machine should be otherwise idle, for about half an hour on two cores. With `--minutes 20`, benchmarks that have not
 started after 20 minutes (the last ones) are omitted, and the page has their previous results. Benchmarks that need a
 missing package or a GPU are omitted with the reason.
@@ -47,7 +49,7 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     ("torch", "virtual_replicas.py", [*TORCHRUN, "4"]),
     *[(backend, f"virtual_replicas.py --replicas {n}", []) for backend in ("jax", "tensorflow") for n in (2, 4)],
     *[(backend, "variables.py --most 1000", []) for backend in ("jax", "tensorflow", "torch")],
-    *[("torch", f"scaling.py {ALL_SIZES}", [*TORCHRUN, ranks]) for ranks in ("1", "2")],
+    *[("torch", f"scaling.py {ALL_SIZES}", [*TORCHRUN, ranks]) for ranks in ("2", "1")],
     *[("torch", f"scaling.py {SOME_SIZES}", [*TORCHRUN, ranks]) for ranks in ("4", "8")],
     *[(backend, "speedup.py", []) for backend in ("torch", "jax", "tensorflow")],
     *[(backend, "accumulation.py", []) for backend in ("jax", "tensorflow", "torch")],
@@ -173,10 +175,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a benchmark is stopped")
     parser.add_argument("--minutes", type=float, default=600.0, help="minutes after which no benchmark starts")
     arguments = parser.parse_args()
-    left_out = {}
+    left_out, seen = {}, set()
     last_start = time.monotonic() + 60 * arguments.minutes
     for backend, script, start in [] if arguments.page else COMMANDS:
-        if not arguments.only or script.partition(".")[0] in arguments.only:
+        kind = backend, *(word for word in script.split() if word.endswith(".py") or word.startswith("--"))
+        is_new = not arguments.quick or kind not in seen
+        seen.add(kind)
+        if is_new and (not arguments.only or script.partition(".")[0] in arguments.only):
             reason: str | None = "no time was left"
             if time.monotonic() < last_start:
                 reason = run(backend, script, start, "--quick" if arguments.quick else "--write", arguments.limit)

@@ -17,8 +17,8 @@ OTHERS = ["callbacks_that_watch_decide_as_in_one_process"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return checks.Runs(SOURCE, 3, tmp_path_factory.mktemp("safe"), OTHERS)
+def runs(request, tmp_path_factory):
+    return checks.Runs(request, SOURCE, tmp_path_factory.mktemp("safe"), 3)
 
 
 @pytest.mark.parametrize("name", some(CHECKS, lambda name: name not in OTHERS))

@@ -229,8 +229,8 @@ OTHERS = ["a_skipped_update_leaves_no_statistics_or_seeds_behind"]
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    return checks.Runs(RANKS, NUM_REPLICAS, tmp_path_factory.mktemp("ranks"), OTHERS, timeout_alone=90)
+def on_ranks(request, tmp_path_factory):
+    return checks.Runs(request, RANKS, tmp_path_factory.mktemp("ranks"), NUM_REPLICAS)
 
 
 @pytest.mark.backends("torch")

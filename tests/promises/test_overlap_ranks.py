@@ -1,7 +1,5 @@
 """PyTorch: everything in rank_overlap.py, on two and three ranks, in one spawn of workers each."""
 
-import functools
-
 import pytest
 from support import checks, launch
 from support.suites import some
@@ -23,22 +21,10 @@ LONG += [(3, name) for name in ON_THREE]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """Of a number of ranks: the names of the checks that passed, and what the workers printed in the others."""
-    folder = tmp_path_factory.mktemp("overlap")
-
-    @functools.cache
-    def run(num_ranks, is_long):
-        names = [name for n, name in RUNS if n == num_ranks and ((n, name) in LONG) == is_long]
-        file = folder / f"{num_ranks}-{is_long}.json"
-        return checks.passed_and_failures(SOURCE, num_ranks, file, names, timeout_alone=60)
-
-    return run
+def runs(request, tmp_path_factory):
+    return checks.Runs(request, SOURCE, tmp_path_factory.mktemp("overlap"))
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), some(RUNS, lambda case: case not in LONG))
-def test_on_ranks(outcome, num_ranks, name):
-    passed, failures = outcome(num_ranks, (num_ranks, name) in LONG)
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+def test_on_ranks(runs, num_ranks, name):
+    runs.verify(name, num_ranks)

@@ -15,13 +15,13 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("jax")
 
-# With several parts on each device, and with one.
+# With several parts on each device, and with one. On four, each model once.
+ON_FOUR = [case for case in same_bits.CASES if case.endswith("-SGD-plain")]
+CASES = [(number, case) for number in (2, 8) for case in same_bits.CASES] + [(4, case) for case in ON_FOUR]
 BY_DEFAULT = [(2, "attending-Adam-plain"), (8, "attending-Adam-plain")]
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "case"), some([(number, case) for number in (2, 4, 8) for case in same_bits.CASES], BY_DEFAULT)
-)
+@pytest.mark.parametrize(("num_devices", "case"), some(CASES, BY_DEFAULT))
 def test_one_sha256_for_any_number_of_devices(num_devices, case):
     assert trained_on(num_devices, case) == trained_on(1, case)
 

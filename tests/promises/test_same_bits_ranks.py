@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from promises.problems import same_bits
-from support import launch, problem
+from support import checks, launch, problem
 from support.suites import some
 
 import keras_shardopt as ks
@@ -28,11 +28,11 @@ def alone(case):
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
+def on_ranks(request, tmp_path_factory):
     @functools.cache
-    def on_ranks(num_ranks, by_default):
+    def on_ranks(num_ranks):
         file = tmp_path_factory.mktemp("bits") / "found.json"
-        cases = [case for case in CASES if ((num_ranks, case) in BY_DEFAULT) == by_default]
+        cases = [params["case"] for params in checks.selected(request) if params.get("num_ranks") == num_ranks]
         launch.torchrun("rank_same_bits.py", num_ranks, file, *cases, timeout=200)
         return json.loads(file.read_text())
 
@@ -41,7 +41,7 @@ def on_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize(("num_ranks", "case"), some([(n, case) for n in (2, 4, 8) for case in CASES], BY_DEFAULT))
 def test_one_sha256_for_any_number_of_ranks(num_ranks, case, on_ranks):
-    assert on_ranks(num_ranks, (num_ranks, case) in BY_DEFAULT)[case] == alone(case)
+    assert on_ranks(num_ranks)[case] == alone(case)
 
 
 def test_another_number_of_parts_would_change_the_bits():

@@ -13,11 +13,13 @@ import keras_shardopt as ks
 pytestmark = pytest.mark.backends("tensorflow")
 
 CASES = [case for case in same_bits.CASES if not case.startswith("constrained")]  # which is refused
-# Each device traces the steps of training and validation anew.
+# All on four devices, and on two each model once. Each device traces the steps of training and validation anew.
+ON = [(4, case) for case in CASES] + [(2, case) for case in CASES if case.endswith("-SGD-plain")]
+ON += [(2, "attending-Adam-plain")]
 BY_DEFAULT = [(2, "attending-Adam-plain"), (4, "normalizing-SGD-clipped")]
 
 
-@pytest.mark.parametrize(("num_devices", "case"), some([(n, case) for n in (2, 4) for case in CASES], BY_DEFAULT))
+@pytest.mark.parametrize(("num_devices", "case"), some(ON, BY_DEFAULT))
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
     assert trained_on(num_devices, case) == trained_on(1, case)
 

@@ -16,8 +16,8 @@ OTHERS = ["every_argument_does_what_the_docstring_says"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return checks.Runs(SOURCE, 4, tmp_path_factory.mktemp("ranks"), OTHERS)
+def runs(request, tmp_path_factory):
+    return checks.Runs(request, SOURCE, tmp_path_factory.mktemp("ranks"), 4)
 
 
 @pytest.mark.parametrize("name", some(CHECKS, lambda name: name not in OTHERS))

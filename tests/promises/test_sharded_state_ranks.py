@@ -1,7 +1,5 @@
 """PyTorch: everything in rank_shards.py, on two, three and four ranks, in one spawn of workers each."""
 
-import functools
-
 import numpy as np
 import pytest
 from support import checks, launch, problem
@@ -71,26 +69,20 @@ def saved(optimizer):
     return store
 
 
-@functools.cache
-def run(folder, num_replicas, by_default):
-    """The names of the checks that passed, or what the workers printed."""
-    file = folder / f"passed{num_replicas}-{by_default}.json"
-    names = [name for number, name in RUNS if number == num_replicas and is_default((number, name)) == by_default]
-    return checks.passed_and_failures(SOURCE, num_replicas, file, names, timeout_alone=90)
+@pytest.fixture(scope="module")
+def runs(request, folder):
+    return checks.Runs(request, SOURCE, folder)
 
 
-@pytest.mark.parametrize(("num_replicas", "name"), some(RUNS, is_default))
-def test_on_ranks(folder, num_replicas, name):
-    passed, failures = run(folder, num_replicas, is_default((num_replicas, name)))
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+@pytest.mark.parametrize(("num_ranks", "name"), some(RUNS, is_default))
+def test_on_ranks(runs, num_ranks, name):
+    runs.verify(name, num_ranks)
 
 
 @pytest.mark.parametrize("num_saved", some([1, 2, 3, 4], [1, 3]))
-def test_files_of_any_number_of_ranks_fit_one_process(folder, num_saved):
+def test_files_of_any_number_of_ranks_fit_one_process(folder, runs, num_saved):
     for number in {3, num_saved} - {1}:
-        run(folder, number, number == 3)
+        runs.verify("files_travel_between_numbers_of_ranks", number)
     for name, optimizer in one_process_optimizers().items():
         arrays = dict(np.load(folder / f"{name}-{num_saved}.npz"))
         for loading in (optimizer, optimizer.inner):

@@ -1,7 +1,5 @@
 """PyTorch: everything in rank_sharded_weights.py, on two and three ranks, in one spawn of workers each."""
 
-import functools
-
 import keras
 import pytest
 from support import checks, launch
@@ -28,27 +26,15 @@ def is_default(run):
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """Of a number of ranks: the names of the checks that passed, and what the workers printed in the others."""
-    folder = tmp_path_factory.mktemp("sharded_weights")
-
-    @functools.cache
-    def run(num_ranks, by_default):
-        names = [name for number, name in RUNS if number == num_ranks and is_default((number, name)) == by_default]
-        file = folder / f"{num_ranks}-{by_default}.json"
-        return checks.passed_and_failures(SOURCE, num_ranks, file, names, timeout_alone=90)
-
-    return run
+def runs(request, tmp_path_factory):
+    return checks.Runs(request, SOURCE, tmp_path_factory.mktemp("sharded_weights"))
 
 
 @pytest.mark.backends("torch")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_ranks", "name"), some(RUNS, is_default))
-def test_on_ranks(outcome, num_ranks, name):
-    passed, failures = outcome(num_ranks, is_default((num_ranks, name)))
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+def test_on_ranks(runs, num_ranks, name):
+    runs.verify(name, num_ranks)
 
 
 def test_options_that_contradict_it_are_errors():

@@ -1,7 +1,7 @@
 """Checks that several processes make together, all of them in one spawn.
 
 A file for workers marks its checks with `check` and ends with `main`; a file of tests finds their names without
-importing it, and runs them with `passed_and_failures`.
+importing it, and runs them with `Runs`.
 """
 
 import ast
@@ -13,6 +13,8 @@ import time
 from support import launch
 
 CHECKS = {}
+ALONE = 90
+"""Seconds for one check."""
 
 
 def check(function):
@@ -69,39 +71,48 @@ def names_in(source):
     ]
 
 
-def passed_and_failures(source, num_ranks, file, names, timeout_alone):
-    """The names of the checks that passed on so many ranks, and what the workers printed in the others."""
+def failures(source, num_ranks, file, names):
+    """Which of these checks fail on so many ranks, each with what the workers printed."""
     try:
-        launch.torchrun(source.name, num_ranks, file, *names, timeout=360)
+        launch.torchrun(source.name, num_ranks, file, *names, timeout=360 if len(names) > 1 else ALONE)
     except launch.WorkersFailed as together:
+        if len(names) == 1:
+            return {names[0]: str(together)}
         # One check takes the others down with it; so each alone, to say which.
-        passed, failures = [], {}
+        found = {}
         for name in names:
-            try:
-                launch.torchrun(source.name, num_ranks, file, name, timeout=timeout_alone)
-                passed.append(name)
-            except launch.WorkersFailed as failure:
-                failures[name] = str(failure)
-        if not failures:
-            return [], dict.fromkeys(names, f"each check passes alone, and one fails after others: {together}")
-        return passed, failures
-    return json.loads(file.read_text()), {}
+            found |= failures(source, num_ranks, file, [name])
+        return found or dict.fromkeys(names, f"each check passes alone, and one fails after others: {together}")
+    assert json.loads(file.read_text()) == names
+    return {}
+
+
+def selected(request):
+    """The parameters of each test in the file of `request` that this session runs."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
 
 
 class Runs:
-    """The checks of a file for workers on so many ranks, in one spawn; `others`, not run by default, in another."""
+    """The checks of a file for workers, those on one number of ranks in one spawn.
 
-    def __init__(self, source, num_ranks, folder, others=(), timeout_alone=60):
-        self._source, self._num_ranks, self._folder, self._others = source, num_ranks, folder, others
-        self._timeout_alone = timeout_alone
+    Only checks run that this session has tests of: their parameters are `name`, and `num_ranks` if there are several.
+    """
+
+    def __init__(self, request, source, folder, num_ranks=None):
+        self._source, self._folder, self._num_ranks = source, folder, num_ranks
+        self._asked = {(params.get("num_ranks", num_ranks), params.get("name")) for params in selected(request)}
         self._outcomes = {}
 
-    def verify(self, name):
+    def verify(self, name, num_ranks=None):
         """That the check with this name has passed; if not, with what the workers printed."""
-        key = name in self._others
-        if key not in self._outcomes:
-            names = [each for each in names_in(self._source) if (each in self._others) == key]
-            file = self._folder / f"{self._num_ranks}-{key}.json"
-            self._outcomes[key] = passed_and_failures(self._source, self._num_ranks, file, names, self._timeout_alone)
-        passed, failures = self._outcomes[key]
-        assert name in passed, failures.get(name)
+        num_ranks = num_ranks or self._num_ranks
+        if (num_ranks, name) not in self._outcomes:
+            self._asked.add((num_ranks, name))
+            here = [(num_ranks, each) for each in names_in(self._source)]
+            names = [each for _, each in here if (num_ranks, each) in self._asked - self._outcomes.keys()]
+            failed = failures(self._source, num_ranks, self._folder / f"{num_ranks}.json", names)
+            self._outcomes |= {(num_ranks, each): failed.get(each) for each in names}
+        failure = self._outcomes[num_ranks, name]
+        if failure is not None:
+            raise AssertionError(failure)
