@@ -19,8 +19,6 @@ class PartOfBatch(Communicator):
     Args:
         replica_id: the index of this part.
         num_replicas: the number of parts.
-        is_first: whether this is the first part that its replica processes.
-        is_last: whether this is the last part that its replica processes.
         counted: the sums over all parts, in the order in which losses request them.
         others: the communicator of the replicas, if each has exactly one part.
     """
@@ -29,15 +27,11 @@ class PartOfBatch(Communicator):
         self,
         replica_id: Any,
         num_replicas: int,
-        is_first: bool,
-        is_last: bool,
         counted: Sequence[Tensor] = (),
         others: Communicator | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.num_replicas = num_replicas
-        self.is_first = is_first
-        self.is_last = is_last
         self._counted = list(counted)
         self._others = others
 
@@ -72,8 +66,8 @@ class NotCountedError(ValueError):
 class CountingPart(PartOfBatch):
     """The communicator in a run that only records the values that losses sum over all parts of the batch."""
 
-    def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
-        super().__init__(replica_id, num_replicas, is_first, is_last)
+    def __init__(self, replica_id: Any, num_replicas: int) -> None:
+        super().__init__(replica_id, num_replicas)
         self.counts: list[Tensor] = []
         """The tensors of this part of the batch that losses sum over all parts, in the order of the calls."""
 

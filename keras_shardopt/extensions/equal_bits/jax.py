@@ -2,7 +2,6 @@
 
 XLA fuses an operation with the operations around it, so the same operation rounds differently in different programs. A
 loop body is compiled separately. Its shapes here do not depend on the number of replicas, so neither does its rounding.
-Changes of moving statistics are summed in the same binary tree as gradients.
 
 XLA's removal of duplicate computations (the CSE pass) runs later for several devices than for one device. This can
 change the rounding of operations in between. Therefore these steps are compiled without CSE (`compiled_identically`).
@@ -19,8 +18,8 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import keras
@@ -31,14 +30,15 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, num_batch_shard
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
-from keras_shardopt.extensions.equal_bits.stage import (
+from keras_shardopt.extensions.equal_bits.parts import (
     CountingReplica,
-    SumOfParts,
-    Tree,
+    PartVariables,
     VirtualReplica,
-    first_found,
     parts_of_each,
+    with_divisors,
 )
+from keras_shardopt.extensions.equal_bits.stage import SumOfParts, first_found
+from keras_shardopt.extensions.equal_bits.tree import Tree
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
@@ -77,225 +77,27 @@ def _passes_left_out() -> str:
     return ",".join([*flags[-1:], "cse"])
 
 
-def in_parts(model: Any, cross_shard: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Run the forward and backward passes of each replica on its parts of a batch.
-
-    Returns:
-        Five values for the whole batch: a tuple (gradients, `Step.found_inf` and `Step.notes`); the loss; the
-        predictions; and the new values of non-trainable variables and of metric variables.
-    """
-    parts = _Parts(model, distribution, data, num_parts)
-    stage = next(stage for stage in cross_shard.pipeline.stages if isinstance(stage, SumOfParts))
-    variables = model.trainable_variables
-    iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
-    weights, others, optimizer_state, metrics = state
-    optimizer_state = without_replica_state(cross_shard, model.optimizer.variables, optimizer_state)
-
-    def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
-        optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
-        replicas = MappedAxis(parts.axis)
-        # Make the number of parts a traced value. XLA would unroll a loop of constant length, and fuse its iterations.
-        num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, parts.each, 0)
-        arguments = {"training": True, "optimizer_variables": optimizer_state}
-        counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
-        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
-
-        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            part = VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted)
-            with parts.shared(part, num_rows):
-                (_, (loss, y_pred, *changed)), grads = step(weights, *parts.starts(index, kept), *own, **arguments)
-                with _own_gradients(model.optimizer, optimizer_state) as scale:
-                    local_step = Step(grads, variables, row_share=row_share(), loss_scale=scale)
-                    grads, found = stage.of_part(local_step, part)
-            sums, last = parts.ends(index, num_rows, kept, changed)
-            return [*grads, loss, *sums], found, last, y_pred
-
-        totals, found, last, y_pred = parts.over_parts(of_part, replicas, data, num_rounds)
-        grads, (loss, *sums) = totals[: len(variables)], totals[len(variables) :]
-        with _own_gradients(model.optimizer, optimizer_state) as scale:
-            reduced = stage.reduced(Step(grads, variables, loss_scale=scale, found_inf=found), replicas)
-        grads = _not_fused(reduced.grads, num_rounds), reduced.found_inf, dict(reduced.notes)
-        return grads, y_pred, parts.joined(replicas, kept, loss, sums, last)
-
-    grads, y_pred, (loss, *kept) = parts.run(
-        local, (weights, [*others, *metrics], optimizer_state), data, (True, False, True)
-    )
-    return grads, loss, y_pred, kept[: len(others)], kept[len(others) :]
-
-
-@contextlib.contextmanager
-def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
-    """In the block, the optimizer's variables have the values `state`; assignments raise. Yield the loss scale."""
-    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
-        scale = optimizer.scale_loss(1.0)
-        with assigning_nothing(OWN_GRADIENTS):
-            yield scale
-
-
-def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Run the forward passes of each replica on its parts of a batch.
-
-    Returns:
-        The loss; the pair (predictions, masks); and the new values of non-trainable and of metric variables.
-    """
-    parts = _Parts(model, distribution, data, num_parts)
-    weights, others, metrics = state
-    is_count = [v is mean_losses(model)[0].count for v in model.metrics_variables].index(True)
-    arguments = {"training": False}
-
-    def local(weights: Any, kept: Any, data: Any) -> Any:
-        replicas = MappedAxis(parts.axis)
-        num_rounds = jax.numpy.where(kept[len(others) + is_count] >= 0, parts.each, 0)
-        counted = parts.counted(replicas, weights, kept, data, num_rounds, arguments)
-
-        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            with parts.shared(VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
-                _, (loss, y_pred, *changed) = model.compute_loss_and_updates(
-                    weights, *parts.starts(index, kept), *own, **arguments
-                )
-            sums, last = parts.ends(index, num_rows, kept, changed)
-            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # JAX drops masks, but metrics use them
-            return [loss, *sums], None, last, (y_pred, masks)
-
-        (loss, *sums), _, last, outputs = parts.over_parts(of_part, replicas, data, num_rounds)
-        return outputs, parts.joined(replicas, kept, loss, sums, last)
-
-    outputs, (loss, *kept) = parts.run(local, (weights, [*others, *metrics]), data, (False, True))
-    return loss, outputs, kept[: len(others)], kept[len(others) :]
-
-
 class _Parts:
-    """Divides a batch into parts, and combines the values that the parts compute for variables of metrics and layers.
-
-    A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
-    A moving statistic adds its mean change in the parts with rows. Other variables keep their value of the last part.
-    """
+    """The parts of a batch: their rows, and the variables that they change."""
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
         if distribution is None:  # use one device; pass `Auto`, because JAX 0.12 has another default
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
-        self._model, self._num_parts = model, num_parts
-        self._all_rows = num_rows(data)
-        self._rows = -(-self._all_rows // num_parts)  # rows per part; padding rows repeat the first row
-        self._num_missing = self._rows * num_parts - self._all_rows
+        self.num_parts = num_parts
+        self.all_rows = num_rows(data)
+        self.rows = -(-self.all_rows // num_parts)  # rows per part; padding rows repeat the first row
         self.each = parts_of_each(num_parts, num_batch_shards(distribution))
         others, metrics = model.non_trainable_variables, model.metrics_variables
         self._num_others = len(others)
-        self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
-        self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # In metrics of mean losses, all parts of the batch count equally. So sum these also over parts without rows.
-        always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-        self._always = [id(v) in always for v in [*others, *metrics]]
-        self._is_moving = [
-            not seed and not adds and keras.backend.is_float_dtype(v.dtype)
-            for v, seed, adds in zip([*others, *metrics], self._is_seed, self._is_sum)
-        ]
+        self.is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
+        of_losses = [v for tracker in mean_losses(model) for v in tracker.variables]
+        self.variables = PartVariables(others, metrics, of_losses)
 
-    def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """In the block, losses are for one part (`num_rows` rows) of a batch, but divide by the batch's rows."""
-        return batch_shared(share_of_part(num_rows, self._all_rows, part))
-
-    def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
-        """Return the values of non-trainable and metric variables at the start of a part; `kept`: before the batch."""
-        started = [
-            value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
-            for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
-        ]
-        return started[: self._num_others], started[self._num_others :]
-
-    def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """From values before (`kept`) and after (`changed`) a part of a batch, return those to sum, and to keep."""
-        after = [value for values in changed for value in values]
-        sums = []
-        for i, (old, new) in enumerate(zip(kept, after)):
-            if self._is_sum[i]:
-                sums.append(new if self._always[i] or num_rows else jax.numpy.zeros_like(new))
-            elif self._is_moving[i] and new is not old:
-                sums.append(new - old if num_rows else jax.numpy.zeros_like(new))
-        last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
-        return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
-
-    def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
-        """Combine the results of all parts. Return the loss of the batch, then each variable's new value."""
-        loss, *totals = Tree(replicas, self._num_parts).all_reduce([loss, *sums], "sum")
-        num_counting = -(-self._all_rows // self._rows)
-        left, after = iter(totals), [loss / self._num_parts]
-        for old, new, adds, moves in zip(kept, last, self._is_sum, self._is_moving):
-            if new is None:
-                after.append(old)
-            else:
-                after.append(old + next(left) if adds else old + next(left) / num_counting if moves else new)
-        return after
-
-    def counted(
-        self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
-    ) -> list[Tensor]:
-        """Return the divisors of losses (such as the sum of a mask), summed over all parts of the batch."""
-
-        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
-            with self.shared(part, num_rows):
-                self._model.compute_loss_and_updates(weights, *self.starts(index, kept), *own, **arguments)
-            return part.counts, None, [], []
-
-        if not self._shapes(of_part, data)[0]:
-            return []
-        totals, *_ = self.over_parts(of_part, replicas, data, num_rounds)
-        return Tree(replicas, self._num_parts).all_reduce(totals, "sum")
-
-    def _shapes(self, of_part: Any, data: Any) -> Any:
-        return jax.eval_shape(
-            lambda index, own: of_part(index, self._rows, own),
-            jax.numpy.int32(0),
-            jax.tree.map(lambda leaf: leaf[: self._rows], data),
-        )
-
-    def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
-        """Run `of_part` on each of this replica's parts of the batch, one after another, and combine the results.
-
-        Args:
-            of_part: takes the index of a part, its number of rows, and the rows. Returns tensors to sum over parts, the
-                position of a non-finite gradient (0: none), values to keep from the last part, and predictions.
-            replicas: the devices.
-            data: this replica's rows of the batch.
-            num_rounds: the number of parts of this replica.
-        """
-        each, rows = self.each, self._rows
-        first = replicas.replica_id * each
-
-        def add(i: Tensor, carry: Any) -> Any:
-            levels, found_before, _, outputs = carry
-            own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows), data)
-            total, found, last, y_pred = of_rows(first + i, own)
-            level = jax.lax.population_count(i ^ (i + 1)) - 1  # the number of trailing 1 bits of i
-            total = jax.lax.fori_loop(
-                0, level, lambda j, total: [sums[j] + more for sums, more in zip(levels, total)], total
-            )
-            levels = [sums.at[level].set(more) for sums, more in zip(levels, total)]
-            outputs = jax.tree.map(
-                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i * rows, 0), outputs, y_pred
-            )
-            return levels, None if found is None else first_found(found_before, found), last, outputs
-
-        shapes = total, found, last, y_pred = self._shapes(of_part, data)
-        number = (self._all_rows, self._num_parts)
-        of_rows = in_layout_of_kernels(
-            lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
-        )
-        # Give the loop arrays for at least two parts. With arrays for one part, XLA moves computations out of the loop.
-        num_levels = max(2, each.bit_length())
-        if each == 1:
-            data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
-        empty = (
-            [jax.numpy.zeros((num_levels, *sums.shape), sums.dtype) for sums in total],
-            None if found is None else jax.numpy.zeros(found.shape, found.dtype),
-            [None if value is None else jax.numpy.zeros(value.shape, value.dtype) for value in last],
-            jax.tree.map(lambda leaf: jax.numpy.zeros((each * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), y_pred),
-        )
-        levels, found, last, y_pred = jax.lax.fori_loop(0, num_rounds, add, empty)
-        return [sums[each.bit_length() - 1] for sums in levels], found, last, y_pred
+    def divided(self, values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Divide a list into the values of non-trainable and of metric variables."""
+        return values[: self._num_others], values[self._num_others :]
 
     def run(self, local: Any, state: tuple[Any, ...], data: Any, returned: tuple[bool, ...]) -> Any:
         """Run `local` on each device.
@@ -314,11 +116,131 @@ class _Parts:
             out_specs=tuple(whole if equal else divided for equal in returned),
             check_vma=False,
         )
-        found = run(*state, padded(data, self._num_missing))
+        found = run(*state, padded(data, self.rows * self.num_parts - self.all_rows))
         return [
-            part if equal else jax.tree.map(lambda leaf: leaf[: self._all_rows], part)
+            part if equal else jax.tree.map(lambda leaf: leaf[: self.all_rows], part)
             for part, equal in zip(found, returned)
         ]
+
+
+class _Results(NamedTuple):
+    """The results of one part of a batch, or of all parts of a device.
+
+    These are tensors to sum over parts, the position of the first non-finite gradient (0: none; None: unchecked),
+    values of which the last part's are kept, and tensors with one entry per row.
+    """
+
+    sums: Any
+    found: Tensor | None = None
+    last: Any = None
+    outputs: Any = None
+
+
+class _Loop:
+    """Computes this device's parts of a batch one after another. Created in the function that runs on each device.
+
+    `kept` has the values of non-trainable and metric variables before the batch, and `data` this device's rows.
+    `counter` is a traced scalar that is never negative.
+    """
+
+    def __init__(self, parts: _Parts, kept: Sequence[Tensor], data: Any, counter: Tensor) -> None:
+        self._parts, self._kept, self._data = parts, kept, data
+        self.replicas = MappedAxis(parts.axis)
+        # Make the number of parts a traced value. XLA would unroll a loop of constant length, and fuse its iterations.
+        self.num_rounds = jax.numpy.where(counter >= 0, parts.each, 0)
+
+    def run(self, of_part: Callable[..., Any], forward: Callable[..., Any]) -> tuple[Any, ...]:
+        """Compute all parts.
+
+        Args:
+            of_part: takes a part, the values of non-trainable and of metric variables at its start, and its rows.
+                Returns its gradients, the position of the first that is not finite, its loss, tensors with one entry
+                per row, and the new values of the variables.
+            forward: takes these values and the rows, and computes only the loss.
+
+        Returns:
+            The first, second and fourth of these for all parts of this device, then a list: the loss of the batch of
+            all devices, and the new values of the variables.
+        """
+        parts, variables, tree = self._parts, self._parts.variables, Tree(self.replicas, self._parts.num_parts)
+
+        def counted(index: Tensor, num_rows: int, own: Any) -> _Results:
+            part = CountingReplica(index, parts.num_parts)
+            with self._shared(part, num_rows):
+                forward(*parts.divided(self._starts(index)), *own)
+            return _Results(part.counts)
+
+        def computed(divisors: Sequence[Tensor], index: Tensor, num_rows: int, own: Any) -> _Results:
+            part, starts = VirtualReplica(index, parts.num_parts, divisors), self._starts(index)
+            with self._shared(part, num_rows):
+                grads, found, loss, outputs, (others, metrics) = of_part(part, parts.divided(starts), own)
+            after = [None if new is old else new for old, new in zip(starts, [*others, *metrics])]
+            changes, last = variables.ends(starts, after, num_rows)
+            last = [v if v is None or not seed else v - seed_offset(index) for v, seed in zip(last, parts.is_seed)]
+            return _Results((grads, loss, changes), found, last, outputs)
+
+        whole, _ = with_divisors(
+            lambda divisors: self._over_parts(functools.partial(computed, divisors)),
+            lambda: tree.total(self._over_parts(counted).sums),
+        )
+        grads, loss, changes = whole.sums
+        loss, *totals = tree.total([loss, *changes])
+        settled = variables.settled(self._kept, totals, whole.last, num_parts=-(-parts.all_rows // parts.rows))
+        after = [old if new is None else new for old, new in zip(self._kept, settled)]
+        return grads, whole.found, whole.outputs, [loss / parts.num_parts, *after]
+
+    def _shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
+        """In the block, losses are for one part (`num_rows` rows) of a batch, but divide by the batch's rows."""
+        return batch_shared(share_of_part(num_rows, self._parts.all_rows, part))
+
+    def _starts(self, index: Tensor) -> list[Tensor]:
+        """Return the values of variables at the start of a part. Seeds depend on its index."""
+        starts = zip(self._parts.variables.starts(self._kept), self._parts.is_seed)
+        return [value + seed_offset(index) if seed else value for value, seed in starts]
+
+    def _over_parts(self, of_part: Callable[[Tensor, int, Any], _Results]) -> _Results:
+        """Call `of_part` with the index, the number of rows and the rows of each part, and combine the results."""
+        parts, data = self._parts, self._data
+        each, rows = parts.each, parts.rows
+        first = self.replicas.replica_id * each
+
+        def add(i: Tensor, before: Any) -> Any:
+            levels, found_before, _, outputs = before
+            own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows), data)
+            part = of_rows(first + i, own)
+            level = jax.lax.population_count(i ^ (i + 1)) - 1  # the number of trailing 1 bits of i
+            total = jax.lax.fori_loop(
+                0, level, lambda j, total: jax.tree.map(lambda sums, more: sums[j] + more, levels, total), part.sums
+            )
+            levels = jax.tree.map(lambda sums, more: sums.at[level].set(more), levels, total)
+            outputs = jax.tree.map(
+                lambda whole, own: jax.lax.dynamic_update_slice_in_dim(whole, own, i * rows, 0), outputs, part.outputs
+            )
+            found = None if part.found is None else first_found(found_before, part.found)
+            return _Results(levels, found, part.last, outputs)
+
+        shapes = jax.eval_shape(
+            lambda index, own: of_part(index, rows, own),
+            jax.numpy.int32(0),
+            jax.tree.map(lambda leaf: leaf[:rows], data),
+        )
+        number = (parts.all_rows, parts.num_parts)
+        of_rows = in_layout_of_kernels(
+            lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
+        )
+        # Give the loop arrays for at least two parts. With arrays for one part, XLA moves computations out of the loop.
+        num_levels = max(2, each.bit_length())
+        if each == 1:
+            data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
+        zeros = jax.numpy.zeros
+        empty = _Results(
+            jax.tree.map(lambda sums: zeros((num_levels, *sums.shape), sums.dtype), shapes.sums),
+            jax.tree.map(lambda value: zeros(value.shape, value.dtype), shapes.found),
+            jax.tree.map(lambda value: zeros(value.shape, value.dtype), shapes.last),
+            jax.tree.map(lambda leaf: zeros((each * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), shapes.outputs),
+        )
+        whole = jax.lax.fori_loop(0, self.num_rounds, add, empty)
+        return whole._replace(sums=jax.tree.map(lambda sums: sums[each.bit_length() - 1], whole.sums))
 
 
 def _not_fused(values: Any, num_rounds: Tensor) -> Any:
@@ -329,6 +251,15 @@ def _not_fused(values: Any, num_rounds: Tensor) -> Any:
     """
     empty = jax.tree.map(jax.numpy.zeros_like, values)
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
+
+
+@contextlib.contextmanager
+def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
+    """In the block, the optimizer's variables have the values `state`; assignments raise. Yield the loss scale."""
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
+        scale = optimizer.scale_loss(1.0)
+        with assigning_nothing(OWN_GRADIENTS):
+            yield scale
 
 
 class PartsStep(TrainStep):
@@ -351,11 +282,39 @@ class PartsStep(TrainStep):
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
         """Run each part of a batch forward and backward. Copy rows to all devices, so metrics sum them in one order."""
-        arguments = (self.model, self.cross_shards[0], distribution, state, data, self._num_parts)
-        grads, loss, y_pred, others, metrics = in_parts(*arguments)
+        model, (cross_shard,) = self.model, self.cross_shards
+        optimizer, variables = model.optimizer, model.trainable_variables
+        parts = _Parts(model, distribution, data, self._num_parts)
+        (stage,) = SumOfParts.found_in([cross_shard])
+        iterations = [v is optimizer.iterations for v in optimizer.variables].index(True)
+        weights, others, optimizer_state, metrics = state
+        optimizer_state = without_replica_state(cross_shard, optimizer.variables, optimizer_state)
+
+        def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
+            optimizer_state = with_zeros(optimizer.variables, optimizer_state)
+            arguments = {"training": True, "optimizer_variables": optimizer_state}
+            forward = functools.partial(model.compute_loss_and_updates, weights, **arguments)
+            with_gradients = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+
+            def of_part(part: VirtualReplica, starts: Any, own: Any) -> tuple[Any, ...]:
+                (_, (loss, y_pred, *changed)), grads = with_gradients(weights, *starts, *own, **arguments)
+                with _own_gradients(optimizer, optimizer_state) as scale:
+                    local_step = Step(grads, variables, row_share=row_share(), loss_scale=scale)
+                    grads, found = stage.of_part(local_step, part)
+                return grads, found, loss, y_pred, changed
+
+            loop = _Loop(parts, kept, data, counter=optimizer_state[iterations])
+            grads, found, y_pred, after = loop.run(of_part, forward)
+            with _own_gradients(optimizer, optimizer_state) as scale:
+                reduced = stage.reduced(Step(grads, variables, loss_scale=scale, found_inf=found), loop.replicas)
+            grads = _not_fused(reduced.grads, loop.num_rounds), reduced.found_inf, dict(reduced.notes)
+            return grads, y_pred, after
+
+        given = weights, [*others, *metrics], optimizer_state
+        grads, y_pred, (loss, *after) = parts.run(local, given, data, (True, False, True))
         x, y, sample_weight = data
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
-        return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
+        return Computed(grads, loss, y_pred, *parts.divided(after), (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
         """Evaluate each part of a batch, so logs do not depend on the number of devices. A custom step runs `real`."""
@@ -364,7 +323,23 @@ class PartsStep(TrainStep):
             return real(state, data)
         data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         share_losses(model)
-        loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, self._num_parts)
+        parts = _Parts(model, distribution, data, self._num_parts)
+        weights, others, metrics = state
+        count = [v is mean_losses(model)[0].count for v in model.metrics_variables].index(True)
+
+        def local(weights: Any, kept: Any, data: Any) -> Any:
+            forward = functools.partial(model.compute_loss_and_updates, weights, training=False)
+
+            def of_part(part: VirtualReplica, starts: Any, own: Any) -> tuple[Any, ...]:
+                _, (loss, y_pred, *changed) = forward(*starts, *own)
+                # Return masks separately, because JAX drops them from arrays, but metrics use them.
+                return [], None, loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), changed
+
+            _, _, outputs, after = _Loop(parts, kept, data, counter=kept[len(others) + count]).run(of_part, forward)
+            return outputs, after
+
+        outputs, (loss, *after) = parts.run(local, (weights, [*others, *metrics]), data, (False, True))
+        others, metrics = parts.divided(after)
         y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
-        return logs, (state[0], others, metrics)
+        return logs, (weights, others, metrics)

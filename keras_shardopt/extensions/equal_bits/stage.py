@@ -2,193 +2,31 @@
 
 The number of replicas changes the rounding of a gradient in two ways: kernels sum a different number of rows, and the
 all-reduce sums a different number of replicas. Therefore every batch is divided into a fixed number of parts. A replica
-computes its parts one after another, with the same shapes, and sums their gradients in its subtree of a fixed binary
-tree. Then an all-to-all gives each replica one slice of the sums of all subtrees. The replica adds them, and an
-all-gather returns the totals (`Tree`). This sends as many bytes as a ring all-reduce.
+computes its parts one after another, with the same shapes, and all parts are summed in one binary tree (`Tree`).
 
-Integers with a shared exponent could also be summed in any order with the same result. But a tree propagates NaN and
-infinity, keeps the range of the dtype, and does not have to find a common exponent first. Its disadvantage: the numbers
-of parts and of replicas must be powers of two.
-
-A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. The other
-code of an optimizer handles parts like micro-batches: only the last part updates, with the gradients of all parts.
+A trainer declares its current part (`VirtualReplica`) with `batch_shared`. On PyTorch it calls `apply` for each part.
+The other code of an optimizer handles parts like micro-batches: only the last part updates, with the gradients of all
+parts. On other backends, the trainer sums parts itself and calls `apply` once.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from keras import ops
 
-from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
+from keras_shardopt.extensions.equal_bits.parts import current_part, parts_of_each, parts_of_replica
+from keras_shardopt.extensions.equal_bits.tree import Subtrees, Tree
+from keras_shardopt.numerics import Tensor, Variable, dense, overwrites_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import ExtensionStage
-from keras_shardopt.update.parts import CountingPart, NotCountedError, PartOfBatch
+from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Step
-from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
-
-_SMALL = 2**14
-"""Up to this number of elements, each replica gathers and adds the sums of all replicas: one collective, not two."""
-
-
-# TensorFlow only (otherwise None), where replicas are devices of one process: sums each tensor separately.
-_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
-
-
-class _NoExchange:
-    def _raise_not_counted(self) -> NoReturn:
-        raise NotCountedError(
-            "`VirtualReplicas` computes the parts of a batch one after another, so a layer or loss cannot use values "
-            "of other parts. Received: a synchronized `BatchNormalization`; or, in a custom `train_step`, a custom "
-            'loss, or a loss with a mask or `reduction="mean_with_sample_weight"`. Use the built-in `train_step`, '
-            'sample weights instead of the mask, a Keras loss or `reduction="sum"`, or remove `VirtualReplicas`.'
-        )
-
-
-class VirtualReplica(_NoExchange, PartOfBatch):
-    """One part of a batch. Losses and gradient code treat the part as a replica, with this object as communicator."""
-
-
-class CountingReplica(_NoExchange, CountingPart):
-    """One part of a batch in a forward pass that only computes the divisors of losses, such as the sum of a mask."""
-
-
-def current_part() -> PartOfBatch | None:
-    """Return the part of a batch that the trainer is computing, or None."""
-    share = current_share()
-    part = None if share is None else share.replicas
-    return part if isinstance(part, PartOfBatch) else None
-
-
-def parts_of_replica(num_parts: int, replicas: Communicator) -> range:
-    """Return the indices of this replica's parts of every batch."""
-    number = parts_of_each(num_parts, replicas.num_replicas)
-    return range(replicas.replica_id * number, (replicas.replica_id + 1) * number)
-
-
-def parts_of_each(num_parts: int, num_replicas: int) -> int:
-    """Return the number of parts of each batch that one replica computes.
-
-    Raises:
-        ValueError: if `num_parts` is not a multiple of `num_replicas`.
-    """
-    if num_parts % num_replicas:
-        raise ValueError(
-            "The number of `VirtualReplicas` must be a multiple of the number of replicas. "
-            f"Received: VirtualReplicas({num_parts}), with {num_replicas} replicas. Use 1, 2, 4, ... or {num_parts} "
-            "replicas, or remove `VirtualReplicas`."
-        )
-    return num_parts // num_replicas
-
-
-class Subtrees:
-    """Sums the tensors of a replica's parts of a batch in a binary tree."""
-
-    def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor | None]]] = []
-
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Add the tensors of the next part of the batch. None counts as zero."""
-        size, total = 1, list(tensors)
-        while self._sums and self._sums[-1][0] == size:
-            total = [_sum(a, b) for a, b in zip(self._sums.pop()[1], total)]
-            size *= 2
-        self._sums.append((size, total))
-
-    def take(self) -> list[Tensor | None]:
-        """Return the sum over all calls of `add`, and start a new sum. The number of calls must be a power of two."""
-        ((_, total),) = self._sums
-        self._sums = []
-        return total
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return ops.add(a, b)
-
-
-class Tree(Communicator):
-    """A communicator that sums tensors over replicas in a binary tree, after each replica has summed its parts.
-
-    Args:
-        replicas: the replicas.
-        num_parts: the number of parts of a batch, on all replicas together. Means divide by this number.
-    """
-
-    def __init__(self, replicas: Communicator, num_parts: int) -> None:
-        self._replicas = replicas
-        self.num_parts = num_parts
-        self.num_replicas = replicas.num_replicas
-        self.replica_id = replicas.replica_id
-        self.is_spmd = replicas.is_spmd
-        self.is_multi_process = replicas.is_multi_process
-
-    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Return `LOCAL`: each replica passes its own gradients, which are not reduced yet."""
-        return GradientState.LOCAL
-
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate the flat tensors of all replicas."""
-        return self._replicas.all_gather(tensors)
-
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Sum or average tensors over replicas, in the same order of additions for any number of replicas."""
-        if op == "max":
-            return self._replicas.all_reduce(tensors, op)
-        factor = 1 / self.num_parts if op == "mean" else 1  # does not round: `num_parts` is a power of two
-        if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
-            totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
-            return totals
-        result: list[Tensor] = [None] * len(tensors)
-        by_dtype: dict[str, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            by_dtype.setdefault(dtype_of(tensor), []).append(i)
-        for indices in by_dtype.values():
-            total = self._total([tensors[i] for i in indices])
-            if factor != 1:
-                total = ops.multiply(total, factor)
-            start = 0
-            for i in indices:
-                size = functools.reduce(int.__mul__, tensors[i].shape, 1)
-                result[i] = _reshaped(total[start : start + size], tensors[i].shape)
-                start += size
-        return result
-
-    def _total(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the totals of `tensors` over replicas, flattened and concatenated to one tensor."""
-        flat = ops.concatenate([_reshaped(tensor, (-1,)) for tensor in tensors])
-        size, length = self.num_replicas, flat.shape[0]
-        if size == 1:
-            return flat
-        if length <= _SMALL:
-            (everyones,) = self._replicas.all_gather([flat])
-            return _tree_sum(_reshaped(everyones, (size, -1)))
-        if length % size:
-            flat = ops.concatenate([flat, ops.zeros((-length % size,), dtype_of(flat))])
-        (everyones,) = self._replicas.all_to_all([flat])
-        (total,) = self._replicas.all_gather([_tree_sum(_reshaped(everyones, (size, -1)))])
-        return total[:length]
-
-
-def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a tensor with its method `reshape`, if any. On PyTorch, `ops.reshape` takes longer than a small sum."""
-    return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
-
-
-def _tree_sum(rows: Tensor) -> Tensor:
-    """Sum the rows of a tensor in a binary tree. The number of rows must be a power of two."""
-    while rows.shape[0] > 1:
-        rows = ops.add(rows[::2], rows[1::2])
-    return rows[0]
 
 
 class SumOfParts(ExtensionStage):
@@ -200,7 +38,6 @@ class SumOfParts(ExtensionStage):
         self.num_parts = num_parts
         self._context = context
         self._optimizer = context.optimizer
-        self._reducer: AllReduce | None = None
         self._subtrees = Subtrees()
         self._found: Any = None
         self._next: int | None = None
@@ -231,14 +68,15 @@ class SumOfParts(ExtensionStage):
                 f"because these methods divide batches into parts. Received: {self._optimizer!r} in another step. Call "
                 "`keras_shardopt.prepare(model)` after `compile`. In a custom training loop, remove `VirtualReplicas`."
             )
-        if part.is_first:
-            self._next = int(part.replica_id)
-        if self._next != int(part.replica_id):
+        own = parts_of_replica(self.num_parts, comm)
+        if part.replica_id == own[0]:
+            self._subtrees, self._found, self._next = Subtrees(), None, own[0]
+        if self._next != part.replica_id:
             raise ValueError(
                 "`VirtualReplicas` needs a `train_step` that updates once, as the built-in one does. Received: several "
                 f"updates, or none, in part {self._next} of a batch. Remove `VirtualReplicas`."
             )
-        self._next += 1
+        self._next = part.replica_id + 1
         # With one replica, `comm` would treat the gradients of a part as already reduced. `part` treats them as local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
@@ -246,42 +84,32 @@ class SumOfParts(ExtensionStage):
                 "`VirtualReplicas` needs each replica's own gradients. Received: gradients that are already averaged "
                 "over the replicas. Remove `DistributedDataParallel`."
             )
-        self.add(step, part)
-        if part.is_last:
-            found, self._found = self._found, None
-            proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
-
-    def add(self, step: Step, part: PartOfBatch) -> None:
-        """Add the gradients of the next part of the batch to the sum over this replica's parts."""
-        if part.is_first:
-            self._subtrees, self._found = Subtrees(), None
         grads, found = self.of_part(step, part)
         if found is not None:
             self._found = found if self._found is None else first_found(self._found, found)
         self._subtrees.add(grads)
+        if part.replica_id == own[-1]:
+            found, self._found = self._found, None
+            proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
 
-    def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients of one part of a batch, and the position of the first non-finite gradient or None."""
-        return self.weighted(self.after_local(step, part))
+    def of_part(self, step: Step, part: PartOfBatch, keeps_empty: bool = False) -> tuple[list[Any], Tensor | None]:
+        """Run the method `local` of all stages, such as clipping by `replica_clipnorm`, on one part of the batch.
 
-    def after_local(self, step: Step, part: PartOfBatch) -> Step:
-        """Run the method `local` of all stages, such as clipping by `replica_clipnorm`, on one part of the batch."""
+        Returns:
+            The gradients, and the position of the first that is not finite, or None. Gradients are 0 if the part has no
+            rows, except with `keeps_empty`.
+        """
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
-        return step
-
-    def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return gradients (0 if the part of the batch has no rows) and `found_inf` (which one is not finite)."""
-        step = zero_without_rows(step)
+        step = zero_without_rows(step.replace(row_share=1.0) if keeps_empty else step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
         """Sum the gradients of `step` over replicas. On each replica, these are sums over its parts of the batch."""
-        if self._reducer is None:
-            self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
+        reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
-        return self._reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
+        return reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
         """Forget which part of an unfinished batch is next."""

@@ -1,15 +1,14 @@
 """The PyTorch step of `VirtualReplicas`: a batch has a fixed number of parts, and each rank computes some in turn.
 
-Each part runs a Keras step on the variables' values before the batch. Their changes are summed in the same binary tree
-as gradients. A metric adds the sum over all parts. A moving statistic adds its mean change in the parts with rows.
-Seed generators advance once per batch. If losses divide by a count over all parts (of a mask, for example), a counting
-pass first runs each part forward. If each rank has only one part, ranks exchange their counts in the loss instead.
+Each part runs a Keras step on the variables' values before the batch. If losses divide by a count over all parts (of a
+mask, for example), a counting pass first runs each part forward. If each rank has only one part, ranks exchange their
+counts in the loss instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,21 +21,22 @@ from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
-from keras_shardopt.extensions.equal_bits.stage import (
+from keras_shardopt.extensions.equal_bits.parts import (
     CountingReplica,
-    Subtrees,
-    Tree,
+    PartVariables,
     VirtualReplica,
     current_part,
     parts_of_each,
     parts_of_replica,
+    with_divisors,
 )
-from keras_shardopt.extensions.equal_bits.torch_batches import KeptState
+from keras_shardopt.extensions.equal_bits.torch_batches import ChangedWeights, KeptState
+from keras_shardopt.extensions.equal_bits.tree import Subtrees, Tree, summed
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.fit.torch.step import TrainStep
 from keras_shardopt.update.losses import mean_losses, share_losses
-from keras_shardopt.update.parts import NotCountedError, PartOfBatch
+from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
@@ -57,67 +57,49 @@ def in_parts(
     _warn_of_compiling(model, kept)
     updates = runtime.version(cross_shard.iterations)
     layers = kept.state(session.call is not None) if trains else []
-    state, logs = _State(model, trains, layers, kept.changed_weights), _Logs()
-    kept.on_loss = state.note_changed if trains and kept.changed_weights is None else None
-    with as_parts() as begin, one_thread(), watching_layers(state.note_assigned):
+    state, weights = _State(model, layers), ChangedWeights(model, layers, kept.changed_weights if trains else [])
+    kept.on_loss = weights.keep_changed if trains and kept.changed_weights is None else None
+    can_repeat = not trains or has_built_in_step(model)
+    others = tree if len(own) == 1 and can_repeat else None
+    watching = watching_layers(weights.note_assigned) if trains else contextlib.nullcontext()
+    with as_parts() as begin, one_thread(), watching:
         window = cross_shard.accumulation
         batch = [int(cross_shard.iterations), 0 if window is None else window.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
+            weights.restore()
             state.begin()
             # If a part of the batch has no rows, run the model on one row that does not count: a model needs input.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
-            with batch_shared(share), before_more(not here.is_last):
+            with batch_shared(share), before_more(i + 1 < len(own)):
                 return _count(real, part_data) if isinstance(here, CountingReplica) else real(part_data)
 
-        can_repeat = not trains or has_built_in_step(model)
-        for i, found in enumerate(_each_part(step, own, tree, kept, can_repeat)):
-            logs.add(found, rows[i])
-            state.end(rows[i] > 0)
+        def count() -> list[Any]:
+            parts = [CountingReplica(part, num_parts) for part in own]
+            for i, part in enumerate(parts):
+                step(i, part)
+            return tree.total(summed(part.counts for part in parts))
+
+        def run(divisors: Sequence[Any]) -> tuple[list[Any], _Logs]:
+            changes, logs = Subtrees(), _Logs()
+            for i, part in enumerate(own):
+                logs.add(step(i, VirtualReplica(part, num_parts, divisors, others)), rows[i])
+                changes.add(state.changes(rows[i]))
+            return changes.take(), logs
+
+        (changes, logs), kept.counts_first = with_divisors(run, count if can_repeat else None, kept.counts_first)
     if trains:
-        kept.changed_weights, kept.on_loss = state.changed_weights, None
+        kept.changed_weights, kept.on_loss = weights.variables, None
     session.last_rows = mine
     session.confirm()
     session.shares_logs = False  # `logs` are already those of all ranks
     everyones = [given] if ranks is None else session.rows()
-    counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
+    counts = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
     is_skipped = trains and _is_skipped(cross_shard, updates)
-    state.settle(tree, sum(count > 0 for count in counted), is_skipped)
-    return logs.settle(model, tree, sum(counted))
-
-
-def _each_part(
-    step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, kept: KeptState, can_repeat: bool
-) -> Iterator[Any]:
-    """Yield the logs of `step` on each of this rank's parts of a batch.
-
-    If losses are divided by sums over the whole batch, such as those of sample weights, first compute these sums. This
-    repeats the first part, so raise NotCountedError if `can_repeat` is False.
-    """
-
-    def count() -> list[Any]:
-        counts = Subtrees()
-        for i, part in enumerate(own):
-            here = CountingReplica(part, tree.num_parts, is_first=not i, is_last=part == own[-1])
-            step(i, here)
-            counts.add(here.counts)
-        return tree.all_reduce(counts.take(), "sum")
-
-    totals = count() if kept.counts_first else []
-    kept.counts_first = bool(totals)
-    others = tree if len(own) == 1 and can_repeat else None
-    for i, part in enumerate(own):
-        position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
-        try:
-            found = step(i, VirtualReplica(part, tree.num_parts, **position, counted=totals))
-        except NotCountedError:
-            if i or totals or not can_repeat:
-                raise
-            totals, kept.counts_first = count(), True
-            found = step(i, VirtualReplica(part, tree.num_parts, **position, counted=totals))
-        yield found
+    state.settle(tree.total(changes), sum(count > 0 for count in counts), is_skipped)
+    return logs.settle(model, tree, sum(counts))
 
 
 def _warn_of_compiling(model: Any, kept: KeptState) -> None:
@@ -206,92 +188,38 @@ def _copied(data: Any) -> Any:
 
 
 class _State:
-    """The variables that steps on parts of a batch change: metrics, moving statistics, seeds, and some weights.
+    """The variables that steps on parts of a batch change: metrics, moving statistics and seeds."""
 
-    Args:
-        model: the model.
-        trains: whether the steps train the model, or only evaluate it.
-        state: the variables, apart from weights, that layers change in training.
-        weights: the weights, also frozen ones, that layers change in their call. None: unknown, so all are saved.
-    """
-
-    def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
-        metrics = model.metrics_variables
-        counted = {id(v) for v in metrics if v.aggregation == "sum"}
-        self._sums = [v for v in metrics if id(v) in counted]
-        if weights is None:
-            known = {id(v) for v in state}
-            weights = [v for v in model.weights if id(v) not in known]
-        self._model, self._trains = model, trains
-        self.changed_weights = list(weights) if trains else []
-        self._weights = [v.value.clone() for v in self.changed_weights]
+    def __init__(self, model: Any, layers: Sequence[Any]) -> None:
+        of_losses = [v for tracker in mean_losses(model) for v in tracker.variables]
+        self._roles = PartVariables([*layers, global_seed_state()], model.metrics_variables, of_losses)
         # Keep variables, not their tensors, because a PyTorch module can replace the tensor of a buffer.
-        others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
-        self._moving = [v for v in others if v.value.is_floating_point()]
-        self._same = [v for v in others if not v.value.is_floating_point()]
-        # Sum metrics of mean losses over all parts of the batch, even those without rows: all parts count equally.
-        shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-        self._always = [id(v) in shared for v in self._sums]
-        self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
-        self._changes = Subtrees()
-        self._known = {id(v) for v in [*state, *metrics, *self.changed_weights]}
+        self._variables = self._roles.variables
+        self._before = [v.value.clone() for v in self._variables]
+        self._starts = self._roles.starts(self._before)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Reset variables to their values before the batch, and sums of metrics to 0. Called before each part of it."""
-        size = len(self._sums)
-        for variable, start in zip(self.changed_weights, self._weights):
-            variable.value.copy_(start)
-        for variable in self._sums:
-            variable.value.zero_()
-        for variable, start in zip([*self._moving, *self._same], self._start[size:]):
+        """Set variables to their values at the start of a part of the batch."""
+        for variable, start in zip(self._variables, self._starts):
             variable.value.copy_(start)
 
     @torch.no_grad()
-    def note_changed(self) -> None:
-        """Stop saving and restoring weights that the forward pass has not changed."""
-        pairs = list(zip(self.changed_weights, self._weights))
-        self._known -= {id(variable) for variable, _ in pairs}
-        pairs = [(variable, start) for variable, start in pairs if not torch.equal(variable.value, start)]
-        self._known |= {id(variable) for variable, _ in pairs}
-        self.changed_weights, self._weights = [v for v, _ in pairs], [start for _, start in pairs]
+    def changes(self, num_rows: int) -> list[Any]:
+        """Return the changes of variables in the part that has just ended, to sum over parts."""
+        changes, _ = self._roles.ends(self._starts, [v.value for v in self._variables], num_rows)
+        return changes
 
     @torch.no_grad()
-    def note_assigned(self, variable: Any) -> None:
-        """Save the value of a weight before a layer first assigns it in this `fit`."""
-        if id(variable) in self._known:
-            return
-        self._known.add(id(variable))
-        if self._trains and any(variable is weight for weight in self._model.weights):
-            self.changed_weights.append(variable)
-            self._weights.append(variable.value.clone())
+    def settle(self, totals: Sequence[Any], num_counting: int, is_skipped: bool) -> None:
+        """Set metrics and moving statistics to their values after the batch. Others keep those of the last part.
 
-    @torch.no_grad()
-    def end(self, counts: bool) -> None:
-        """Add metrics and changes of one part of a batch to sums. Without rows (not `counts`), add only mean losses."""
-        counted = [v.value for v in self._sums]
-        sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
-        pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]
-        # An unchanged infinite value (of a mask, for example) changes by 0: infinity minus infinity would be NaN.
-        changes = [torch.where(t == start, 0, t - start) if counts else torch.zeros_like(t) for t, start in pairs]
-        self._changes.add([*sums, *changes])
-
-    @torch.no_grad()
-    def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
-        """Set metrics and moving statistics to their values after the batch: combine its parts from all ranks.
-
-        Args:
-            tree: sums tensors over ranks.
-            num_counting: the number of parts of the batch that have rows, on all ranks.
-            is_skipped: whether the update was skipped and moving statistics were restored.
+        If the update was skipped (`is_skipped`), moving statistics were restored, and stay.
         """
-        changes: Any = self._changes.take()
-        totals = tree.all_reduce(changes, "sum")
-        size = len(self._sums)
-        for variable, start, total in zip(self._sums, self._start, totals[:size]):
-            variable.value.copy_(start + total)
-        for variable, start, total in zip(self._moving, self._start[size:], totals[size:] if not is_skipped else ()):
-            variable.value.copy_(start + total / num_counting)
+        values = self._roles.settled(self._before, totals, [None for _ in totals], num_counting)
+        for variable, value, is_sum in zip(self._variables, values, self._roles.is_sum):
+            if value is not None and (is_sum or not is_skipped):
+                variable.value.copy_(value)
 
 
 class _Logs:
@@ -318,8 +246,7 @@ class _Logs:
             return self._last
         if metrics.keys() >= self._last.keys():
             return {name: metrics[name] for name in self._last}
-        values: Any = self._values.take()
-        totals = tree.all_reduce(values, "sum")
+        totals = tree.total(self._values.take())
         means = {name: total / num_rows for name, total in zip(self._names, totals)}
         return {name: metrics.get(name, means.get(name, value)) for name, value in self._last.items()}
 

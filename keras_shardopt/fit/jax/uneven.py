@@ -87,13 +87,13 @@ def on_replica_rows(model: Any, replicas: MappedAxis, all_rows: int, function: C
             return function(data)
 
     def counting(count: int, data: Any) -> tuple[list[Tensor], Any]:
-        part = CountingPart(index, size, is_first=True, is_last=True)
+        part = CountingPart(index, size)
         with batch_shared(share_of_part(count, all_rows, part)):
             found = function(data)
         return part.counts, found
 
     def working(count: int, data: Any) -> Any:
-        part = PartOfBatch(index, size, is_first=True, is_last=True, counted=counted)
+        part = PartOfBatch(index, size, counted=counted)
         with batch_shared(share_of_part(count, all_rows, part)):
             return function(data)
 

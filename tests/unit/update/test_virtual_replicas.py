@@ -9,7 +9,8 @@ from support import problem
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.extensions.equal_bits.stage import Subtrees, Tree, parts_of_replica
+from keras_shardopt.extensions.equal_bits.parts import PartVariables, parts_of_replica
+from keras_shardopt.extensions.equal_bits.tree import Subtrees, Tree
 
 NUM_PARTS = 8
 
@@ -65,6 +66,53 @@ def test_of_several_parts_the_first_that_is_not_finite_is_named():
     replicas.close()
     replica, path = model.optimizer.last_nonfinite
     assert (replica, path.split("/")[-2]) == (num_replicas - 1, "second")
+
+
+@pytest.mark.neutral
+def test_variables_after_a_batch():
+    """Of four parts two have rows."""
+    total, count = (keras.Variable(value, aggregation="sum", trainable=False) for value in (10.0, 3.0))
+    mean, mask, idle = (keras.Variable(value, trainable=False) for value in (1.0, np.inf, 5.0))
+    seed = keras.Variable(7, dtype="uint32", trainable=False)
+    variables = PartVariables([mean, mask, idle, seed], [total, count], of_losses=[count])
+    before = [variable.value for variable in variables.variables]
+    starts = variables.starts(before)
+    assert [float(start) for start in starts] == [1.0, np.inf, 5.0, 7.0, 0.0, 0.0]
+    subtrees = Subtrees()
+    for num_rows, values in (
+        (2, (1.5, np.inf, None, 8, 4.0, 1.0)),
+        (2, (3.5, np.inf, None, 8, 5.0, 1.0)),
+        (0, (np.nan, 0.0, None, 8, 6.0, 1.0)),
+        (0, (np.nan, 0.0, None, 9, 6.0, 1.0)),
+    ):
+        values = [None if value is None else keras.ops.convert_to_tensor(value) for value in values]
+        changes, last = variables.ends(starts, values, num_rows)
+        subtrees.add(changes)
+    after = variables.settled(before, subtrees.take(), last, num_parts=2)
+    assert [None if value is None else float(value) for value in after] == [2.5, np.inf, None, 9.0, 19.0, 7.0]
+
+
+class Averaging(keras.layers.Layer):
+    """Its state has an average of inputs, and an infinite value that stays."""
+
+    def build(self, shape):
+        self.state = self.add_weight(shape=(2,), initializer="zeros", trainable=False)
+        self.state.assign([np.inf, 0.0])
+
+    def call(self, x, training=False):
+        if training:
+            average = 0.5 * self.state[1] + 0.5 * keras.ops.mean(x)
+            self.state.assign(keras.ops.stack([self.state[0], average]))
+        return x
+
+
+def test_an_infinite_value_that_stays_does_not_become_nan():
+    with ks.data_parallel(1) as replicas:
+        model = keras.Sequential([keras.Input((2,)), Averaging(), keras.layers.Dense(1)])
+        model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse")
+    model.train_on_batch(np.arange(16, dtype="float32").reshape(8, 2), np.ones((8, 1), "float32"))
+    replicas.close()
+    assert keras.ops.convert_to_numpy(model.layers[0].state).tolist() == [np.inf, 3.75]
 
 
 @pytest.mark.neutral

@@ -2,8 +2,7 @@
 
 TensorFlow's graph optimizer (Grappler) rewrites an operation depending on the operations around it, so rounding would
 depend on the number of replicas. Therefore each part is a separate function that is not inlined, and Grappler's
-arithmetic rewriting is off while the step is traced and run. Changes of metrics and moving statistics are summed in the
-same binary tree as gradients.
+arithmetic rewriting is off while the step is traced and run.
 
 Private names of Keras touched here (a test checks that each exists):
     `Trainer._compute_loss`, `Trainer._loss_tracker` - the loss and its metric in Keras' steps.
@@ -34,15 +33,14 @@ from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
-from keras_shardopt.extensions.equal_bits.stage import (
+from keras_shardopt.extensions.equal_bits.parts import (
     CountingReplica,
-    Subtrees,
-    SumOfParts,
-    Tree,
+    PartVariables,
     VirtualReplica,
-    first_found,
     parts_of_each,
+    with_divisors,
 )
+from keras_shardopt.extensions.equal_bits.stage import SumOfParts, first_found
 from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     Rows,
     divide_batch,
@@ -51,12 +49,13 @@ from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     rows_of,
     start_of_part,
 )
+from keras_shardopt.extensions.equal_bits.tree import Tree, summed
 from keras_shardopt.fit.calls import cross_shards_in_step
 from keras_shardopt.fit.tensorflow.batches import rows_from
 from keras_shardopt.fit.tensorflow.step import TrainStep
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.losses import mean_losses, share_losses
-from keras_shardopt.update.parts import NotCountedError, PartOfBatch
+from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 from keras_shardopt.wrapping.rollback import assign_saved, changed_by_forward_passes
@@ -149,13 +148,17 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     replicas = runtime.communicator("")
     tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
     places = work.places(replicas)
-    try:
-        sums, found = _sum_of_parts(work.function_of_part(()), places)
-    except NotCountedError:
-        counts, _ = _sum_of_parts(work.function_that_counts(), places)
-        sums, found = _sum_of_parts(work.function_of_part(tree.all_reduce(counts, "sum")), places)
-    grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
-    logs = work.settle(tree, changes, found[-1]["same"])
+
+    def sums(of_part: Callable[..., Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+        function = _function(of_part)
+        found = [function(*place) for place in places]
+        return summed(part["sums"] for part in found), found
+
+    (totals, found), _ = with_divisors(
+        lambda divisors: sums(functools.partial(work.results, divisors)), lambda: tree.total(sums(work.counts)[0])
+    )
+    grads, changes = totals[: work.num_gradients], totals[work.num_gradients :]
+    logs = work.settle(tree, changes, found[-1]["last"])
     if trains and not work.variables:
         warn("The model does not have any trainable weights.")  # the step of Keras warns too
     elif trains:
@@ -169,37 +172,21 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     return logs
 
 
-def _sum_of_parts(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call `function(*place)` for each part. Return the sums of the "sums" in the returned dicts, and the dicts."""
-    subtrees, found = Subtrees(), []
-    for place in places:
-        found.append(function(*place))
-        subtrees.add(found[-1]["sums"])
-    return subtrees.take(), found
-
-
 class _Work:
-    """Computes a replica's parts of a batch, and combines the values that the parts compute for variables.
-
-    A metric variable with `aggregation="sum"` starts from zero in each part; the sum over parts is added to its value.
-    A moving statistic changes by its mean change in all parts with rows. Other variables keep the last part's value.
-    """
+    """Computes a replica's parts of a batch, and sets variables to their values after the batch."""
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
         self._model, self._data, self._num_parts, self._trains = model, data, num_parts, trains
         self.cross_shards = cross_shards_in_step(model)
-        stages = self.cross_shards[0].pipeline.stages
-        self.stage: Any = next(stage for stage in stages if isinstance(stage, SumOfParts))
+        (self.stage,) = SumOfParts.found_in(self.cross_shards)
         self.variables: list[Variable] = list(model.trainable_variables)
         self.num_gradients = len(self.variables) if trains else 0
-        self._metrics = list(model.metrics_variables)
-        self._sums = [v for v in self._metrics if v.aggregation == "sum"]
-        state = changed_by_forward_passes([model]) if trains else []
-        others = {id(v): v for v in [*model.non_trainable_variables, *state, *self._metrics]}
-        for variable in self._sums:
-            others.pop(id(variable), None)
-        self._moving = [v for v in others.values() if keras.backend.is_float_dtype(v.dtype)]
-        self._same = [v for v in others.values() if not keras.backend.is_float_dtype(v.dtype)]
+        metrics = {id(v) for v in model.metrics_variables}
+        state = [*model.non_trainable_variables, *(changed_by_forward_passes([model]) if trains else [])]
+        state = list({id(v): v for v in state if id(v) not in metrics}.values())
+        # A part without rows adds its count to the mean losses, but not their total: the loss of a padding row.
+        of_losses = [tracker.count for tracker in mean_losses(model)]
+        self._state = PartVariables(state, model.metrics_variables, of_losses)
         self._returned: list[str] = []
 
     def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -209,58 +196,43 @@ class _Work:
         starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
-    def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """Return a function from a part of a batch to gradients and variable changes. Losses divide by `counted`."""
+    def results(self, divisors: Sequence[Tensor], index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Return gradients and variable changes of one part of a batch. Losses divide by `divisors`."""
+        part = VirtualReplica(index, self._num_parts, divisors)
+        with self._working_on(part, start, rows) as (scope, weights, starts, batch):
+            grads, found_inf, loss, y_pred = self._gradients(part, weights, batch)
+            self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as in the step of Keras
+            x, y, sample_weight = batch
+            logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            self._returned = list(logs)
+        changes, last = self._state.ends(starts, self._assigned(scope), rows)
+        *grads, found_inf = _unless_empty(rows, [*grads, found_inf])
+        return {"sums": [*grads, *changes], "last": last, "found_inf": found_inf}
 
-        def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
-            part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
-            with self._working_on(part, start, rows) as (scope, before, batch):
-                grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
-                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as in the step of Keras
-                x, y, sample_weight = batch
-                logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-                self._returned = list(logs)
-            self._keep_assigned(scope)
-            changes = self._changes(scope, before)
-            *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # In metrics of mean losses, all parts of the batch count equally, so also add those of a part without rows.
-            always = {id(tracker.count) for tracker in mean_losses(self._model)}
-            for i, variable in enumerate([*self._sums, *self._moving]):
-                if id(variable) in always:
-                    sums[len(grads) + i] = changes[i]
-            same = [tf.identity(scope.get_current_value(v)) for v in self._same]
-            return {"sums": sums, "same": same, "found_inf": found_inf}
-
-        return _function(of_part)
-
-    def function_that_counts(self) -> Callable[..., Any]:
-        """Return a function that computes the divisors of losses, such as a sum of a mask, for one part of a batch."""
-
-        def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
-            part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
-            with self._working_on(part, start, rows) as (_, _, batch):
-                self._loss(batch)
-            return {"sums": _unless_empty(rows, part.counts)}
-
-        return _function(of_part)
+    def counts(self, index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Return the divisors of the losses of one part of a batch, such as the sum of a mask."""
+        part = CountingReplica(index, self._num_parts)
+        with self._working_on(part, start, rows) as (*_, batch):
+            self._loss(batch)
+        return {"sums": _unless_empty(rows, part.counts)}
 
     @contextlib.contextmanager
-    def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
+    def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[Any, ...]]:
         """In the block, run one part of a batch: set variables, random numbers, and the divisors of losses.
 
         Yields:
-            The scope that records assignments; the values at the start, by `id` of the variable; the rows of the part.
-            A part without rows gets one row, because a model needs one to run.
+            The scope that records assignments; the values at the start of weights, and of other variables; the rows of
+            the part. A part without rows gets one row, because a model needs one to run.
         """
         here = tf.maximum(rows, 1)
         start = tf.where(rows > 0, start, 0)
         batch = keras.utils.unpack_x_y_sample_weight(rows_from(self._data.batch, start, start + here))
-        before = {id(v): _value(v) for v in [*self.variables, *self._moving, *self._same]}
-        before.update({id(v): tf.zeros(v.shape, v.dtype) for v in self._sums})
-        mapping = [(v, before[id(v)]) for v in [*self.variables, *self._moving, *self._same, *self._sums]]
+        weights = [_value(v) for v in self.variables]
+        starts = self._state.starts([_value(v) for v in self._state.variables])
+        mapping = [*zip(self.variables, weights), *zip(self._state.variables, starts)]
         share = BatchShare(rows, self._data.all_rows, part, rows_here=here)
         with batch_shared(share), as_part(part.replica_id), ScopeInScope(mapping) as scope:
-            yield scope, before, batch
+            yield scope, weights, starts, batch
 
     def _loss(self, batch: Any) -> tuple[Any, Tensor]:
         x, y, sample_weight = batch
@@ -268,34 +240,26 @@ class _Work:
         loss = self._model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=self._trains)
         return y_pred, loss
 
-    def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
+    def _gradients(self, part: PartOfBatch, weights: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
         """Return gradients of one part of the batch, `found_inf` (whether one is not finite), loss and predictions."""
         if not self._trains:
             y_pred, loss = self._loss(batch)
             return [], None, loss, y_pred
-        weights = [before[id(v)] for v in self.variables]
         with tf.GradientTape() as tape:
             tape.watch(weights)
             y_pred, loss = self._loss(batch)
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # `row_share=1` keeps the gradients of parts without rows. `_unless_empty` later replaces them with zeros.
-        grads, found_inf = self.stage.weighted(self.stage.after_local(step, part).replace(row_share=1.0))
+        # `_unless_empty` replaces the gradients of parts without rows with zeros, which is faster.
+        grads, found_inf = self.stage.of_part(step, part, keeps_empty=True)
         return grads, found_inf, loss, y_pred
 
-    def _changes(self, scope: ScopeInScope, before: Any) -> list[Tensor]:
-        def change(variable: Variable) -> Tensor:
-            return tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
-
-        return [change(variable) for variable in [*self._sums, *self._moving]]
-
-    def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Of the variables to combine over parts, keep those assigned. Raise ValueError if another was assigned."""
-        known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
-        others = [v.path for v in scope.assigned if id(v) not in known]
+    def _assigned(self, scope: ScopeInScope) -> list[Tensor | None]:
+        """Return the values after a part; None for unassigned variables. Raise ValueError if others were assigned."""
         assigned = {id(v) for v in scope.assigned}
-        self._moving, self._same = ([v for v in each if id(v) in assigned] for each in (self._moving, self._same))
+        known = {id(v) for v in self._state.variables}
+        others = [v.path for v in scope.assigned if id(v) not in known]
         if others:
             raise ValueError(
                 "With `VirtualReplicas`, a step may change only metrics and non-trainable variables of layers. "
@@ -303,29 +267,30 @@ class _Work:
                 "`trainable=False`. For random numbers without a seed, give the layer a `keras.random.SeedGenerator`. "
                 "Or remove `VirtualReplicas`."
             )
+        return [
+            tf.cast(scope.get_current_value(v), v.dtype) if id(v) in assigned else None for v in self._state.variables
+        ]
 
-    def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
-        """Set metrics and layers' variables to their values after the batch, from its parts. Return the logs.
+    def settle(self, tree: Tree, changes: Sequence[Tensor | None], last: Sequence[Tensor | None]) -> Any:
+        """Set metrics and layers' variables to their values after the batch. Return the logs.
 
-        Args:
-            tree: sums tensors over replicas.
-            changes: the changes of variables, summed over this replica's parts of the batch.
-            same: the values of variables that are not floats, such as seeds, after the last of these parts.
+        `changes` are summed over this replica's parts of the batch. `last` has the other values after the last part.
         """
-        size = len(self._sums)
-        sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
-        before, added, moved = sums[:size], sums[size : 2 * size], sums[2 * size :]
-        counted = [old + new for old, new in zip(before, added)]
+        variables, is_sum = self._state.variables, self._state.is_sum
+        before = [_value(v) for v in variables]
         # Outside of steps, a metric is the sum of its copies on all replicas, so only the first copy gets the total.
         is_first = tf.equal(tree.replica_id, 0)
-        for variable, total in zip(self._sums, counted):
-            variable.assign(tf.where(is_first, total, tf.zeros_like(total)))
-        num_counting = tf.minimum(self._data.all_rows, self._num_parts)
-        after = [_value(v) + total / tf.cast(num_counting, v.dtype) for v, total in zip(self._moving, moved)]
-        for variable, value in [*zip(self._moving, after), *zip(self._same, same)]:
-            assign_saved(variable, value)
-        values = {id(v): value for v, value in [*zip(self._sums, counted), *zip(self._moving, after)]}
-        with keras.StatelessScope([(v, values[id(v)]) for v in self._metrics if id(v) in values]):
+        copies = [value if adds else None for value, adds in zip(before, is_sum)]
+        both = tree.total([*copies, *changes])
+        whole, totals = both[: len(variables)], both[len(variables) :]
+        before = [old if total is None else total for old, total in zip(before, whole)]
+        after = self._state.settled(before, totals, last, tf.minimum(self._data.all_rows, self._num_parts))
+        for variable, value, adds in zip(variables, after, is_sum):
+            if value is not None and adds:
+                variable.assign(tf.where(is_first, value, tf.zeros_like(value)))
+            elif value is not None:
+                assign_saved(variable, value)
+        with keras.StatelessScope([(v, old if new is None else new) for v, old, new in zip(variables, before, after)]):
             logs = self._model.get_metrics_result()
         if not logs.keys() >= set(self._returned):
             raise ValueError(
@@ -345,11 +310,11 @@ def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return tensors computed from one part of the batch, or zeros in their place if the part has no rows."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not given:
-        return list(tensors)
-    left = iter(tf.cond(rows > 0, lambda: given, lambda: [tf.zeros_like(tensor) for tensor in given]))
-    return [None if tensor is None else next(left) for tensor in tensors]
+
+    def zeros() -> list[Tensor | None]:
+        return [None if tensor is None else tf.zeros_like(tensor) for tensor in tensors]
+
+    return list(tf.cond(rows > 0, lambda: list(tensors), zeros))
 
 
 def _value(variable: Variable) -> Tensor:
