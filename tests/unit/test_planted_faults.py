@@ -1610,7 +1610,7 @@ FAULTS = [
         "[statistics_are_averaged_after_each_call_of_train_on_batch]",
     ),
     fault(
-        "extensions/sharded_weights/torch.py",
+        "extensions/sharded_weights/torch/held.py",
         "if isinstance(value, (list, tuple)):",
         "if isinstance(value, list):",
         "promises/test_sharded_weights_ranks.py::test_on_ranks[2-functions_take_weights_in_a_tuple]",
