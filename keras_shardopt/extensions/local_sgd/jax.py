@@ -177,7 +177,7 @@ class _LocalStep:
         is_sync = (after(schedule.last_syncs)[0] == count) & (count != before(schedule.count))
 
         def synced(values: Any) -> Any:
-            with recording() as self._local.sent_in_syncs["statistics"]:
+            with recording() as self._local.sync.sent["statistics"]:
                 means = finite_means(replicas, values, share)
             return [jax.numpy.where(share > 0, mean, value) for mean, value in zip(means, values)]
 

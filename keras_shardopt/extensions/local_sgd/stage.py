@@ -15,13 +15,13 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.traffic import Collective, recording
+from keras_shardopt.backends.traffic import Collective
 from keras_shardopt.extensions.local_sgd.own_gradients import OwnGradients
 from keras_shardopt.extensions.local_sgd.replica_values import Copies, Rows
 from keras_shardopt.extensions.local_sgd.schedule import SyncSchedule
 from keras_shardopt.extensions.local_sgd.sync import WeightSync
 from keras_shardopt.extensions.local_sgd.variables import ReplicaVariables, replicas_are_processes
-from keras_shardopt.numerics import Tensor, Variable, overwrites_variable
+from keras_shardopt.numerics import Variable, overwrites_variable
 from keras_shardopt.update.context import CrossShardProtocol, StageContext
 from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.options import CrossShardOptions
@@ -54,8 +54,6 @@ class LocalUpdates(ExtensionStage):
         """Keeps the values of each replica while the model has the mean weights."""
         self.sent_in_warmup: list[Collective] = []
         """The collectives of the last warm-up update."""
-        self.sent_in_syncs: dict[Any, list[Collective]] = {}
-        """The collectives of the last averages, by the index of the weight group (fragment), or by another name."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the counters, the reference weights and the state of the outer optimizers.
@@ -122,17 +120,13 @@ class LocalUpdates(ExtensionStage):
         written = [*self._optimizer._written(), *statistics]
         for number in range(self.schedule.num_fragments):
             is_due = self.schedule.is_due(number, count)
+            averaged = statistics if number == 0 else []
             # Pass this replica's share of rows to the branch as an operand: it differs between replicas in one program.
-            shares = [ops.cast(step.row_share, "float32")] if statistics and number == 0 else []
+            shares = [ops.cast(step.row_share, "float32")] if averaged else []
             if shares and updates is not None:  # a replica that skipped its update has weight 0
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
                 shares = [shares[0] * ops.cast(is_made, "float32")]
-            runtime.cond(is_due, functools.partial(self._sync, number, count, statistics), shares, written)
-
-    def _sync(self, number: int, count: Any, statistics: Sequence[Variable], shares: Sequence[Tensor]) -> None:
-        """Average fragment `number` and, if `shares` has this replica's share of the rows, `statistics`."""
-        with recording() as self.sent_in_syncs[number]:
-            self.sync.run(number, count, statistics if shares else (), *shares)
+            runtime.cond(is_due, functools.partial(self.sync.run, number, count, averaged), shares, written)
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
         """Return the collectives and the number of updates from one average of weights to the next (warm-up: 1 update).
@@ -144,7 +138,7 @@ class LocalUpdates(ExtensionStage):
         if count <= self._settings.warmup_steps:
             return [*each, *self.sent_in_warmup] if count else [], 1
         length = self.schedule.current_length()
-        return [*each] * length + [one for sync in self.sent_in_syncs.values() for one in sync], length
+        return [*each] * length + [one for sync in self.sync.sent.values() for one in sync], length
 
     # -- each replica's values ---------------------------------------------------------------------------------------
 

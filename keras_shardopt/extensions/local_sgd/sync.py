@@ -18,6 +18,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.extensions.local_sgd.schedule import SyncSchedule
 from keras_shardopt.extensions.local_sgd.variables import ReplicaVariables, replicas_are_processes
@@ -56,6 +57,8 @@ class WeightSync:
         """The number of averages of weights that were not used, because they were not finite."""
         self._num_reported: Variable = None
         """`num_skipped` at the last warning. It is saved, so a restart does not repeat the warning."""
+        self.sent: dict[Any, list[Collective]] = {}
+        """The collectives of the last averages, by the index of the weight group (fragment), or by another name."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the reference weights and the state of the outer optimizers."""
@@ -88,10 +91,10 @@ class WeightSync:
         self.schedule.restart(self.schedule.num_updates)
         self.transport.reset()
 
-    def run(self, number: int, count: Any, statistics: Sequence[Variable], row_share: Any = 0) -> None:
+    def run(self, number: int, count: Any, statistics: Sequence[Variable], shares: Sequence[Tensor]) -> None:
         """Average the weights of fragment (group) `number` after update `count`. All replicas call this together.
 
-        Also average `statistics`. Those of a replica without rows (`row_share` 0) do not count.
+        Also average `statistics`. Then `shares` has this replica's share of the rows. If it is 0, its own do not count.
         """
         positions = self.schedule.fragments[number]
         weights = self._variables.weights()
@@ -99,16 +102,17 @@ class WeightSync:
         averages = self._variables.averages(positions)
         moved = [r - ops.cast(ops.convert_to_tensor(weights[i]), r.dtype) for i, r in zip(positions, references)]
         comm = runtime.communicator(self._optimizer.axis_name)
-        check_counts(comm, count)
-        means = [*finite_means(comm, averages), *finite_means(comm, statistics, row_share)]
-        moved = self.transport.means(comm, positions, moved, count)
+        with recording() as self.sent[number]:
+            check_counts(comm, count)
+            means = [*finite_means(comm, averages), *finite_means(comm, statistics, *shares)]
+            moved = self.transport.means(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         if isinstance(count, int):
             is_finite = bool(is_finite)  # read it once: this waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # `moved` are means, so do not average again
             runtime.cond(is_finite, lambda moved: self._move(number, references, moved), moved, [*references, *state])
-        if statistics and replicas_are_processes() and not row_share > 0:
+        if statistics and replicas_are_processes() and not shares[0] > 0:
             statistics = []  # this rank had no rows or skipped its update
         for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
