@@ -16,6 +16,7 @@ import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
+from keras_shardopt.extensions.local_sgd.sync import check_counts
 
 pytestmark = pytest.mark.xdist_group("test_local_sgd")  # which looks at the same runs in many tests
 
@@ -339,15 +340,15 @@ def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(
     model = problem.model()
     model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
     model.optimizer.build(model.trainable_variables)
-    LocalUpdates.found_in([model.optimizer])[0].num_skipped_syncs.assign(3)
+    apart.local_of(model).sync.num_skipped.assign(3)
     with pytest.warns(UserWarning, match="Received: 3 such"):
         ks.save_model(model, tmp_path / "model.keras")
     if is_new:
         model = keras.saving.load_model(tmp_path / "model.keras")
-    local = LocalUpdates.found_in([model.optimizer])[0]
-    assert int(keras.ops.convert_to_numpy(local.num_skipped_syncs)) == 3
+    local = apart.local_of(model)
+    assert int(keras.ops.convert_to_numpy(local.sync.num_skipped)) == 3
     local.before_reading()  # warnings are errors
-    local.num_skipped_syncs.assign(4)
+    local.sync.num_skipped.assign(4)
     with pytest.warns(UserWarning, match="Received: 1 such"):
         local.before_reading()
     local.before_reading()
@@ -470,7 +471,7 @@ def test_rounds_begin_from_weights_within_their_constraints(monkeypatch):
         (local,) = LocalUpdates.found_in([optimizer])
         for first in (-0.25, -0.25, *[0.1 + 0.1 * replicas.replica_id] * 2):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.0])], [weight])
-        return [keras.ops.convert_to_numpy(each) for each in (weight, *local.references)]
+        return [keras.ops.convert_to_numpy(each) for each in (weight, *local.sync.references)]
 
     for found in np.reshape(world.run(work), (4, 2)):
         np.testing.assert_allclose(found, [0.75 - 2 * 0.3, 0.0], atol=1e-6)
@@ -504,12 +505,12 @@ def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypat
         weight = keras.Variable([0.0, 0.0])
         optimizer.build([weight])
         (local,) = LocalUpdates.found_in([optimizer])
-        (residual,) = local.unsent
+        (residual,) = local.sync.transport.residuals
         found = []
         for first in (1.0, 1.0, 1.0, np.nan if replicas.replica_id else 1.0):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.001])], [weight])
             found.append(np.array(keras.ops.convert_to_numpy(residual)))
-        return found[1], found[3], int(local.num_skipped_syncs)
+        return found[1], found[3], int(local.sync.num_skipped)
 
     for before, after, left_out in world.run(work):
         assert left_out == 1 and np.any(before)
@@ -525,7 +526,7 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2)
         weight = keras.Variable([0.0])
         optimizer.build([weight])
-        LocalUpdates.found_in([optimizer])[0].count.assign(replicas.replica_id * 2)
+        LocalUpdates.found_in([optimizer])[0].schedule.count.assign(replicas.replica_id * 2)
         for _ in range(2):
             optimizer.apply([keras.ops.ones((1,))], [weight])
 
@@ -545,9 +546,8 @@ def test_numbers_of_updates_are_compared_among_thousands_of_replicas(behind):
             others = [np.array([count, count**2], "int32")] * 4095
             return [keras.ops.convert_to_tensor(np.sum([*others, *tensors], axis=0, dtype="int32"))]
 
-    stage = LocalUpdates.found_in([ks.CrossShard("sgd", sync_every=2)])[0]
     with pytest.raises(ValueError, match="same number") if behind else contextlib.nullcontext():
-        stage._check_counts(Many(), 8191)
+        check_counts(Many(), 8191)
 
 
 def small(num_devices, optimizer, dtype="float32", **more):
@@ -610,6 +610,6 @@ def test_powersgd_of_rounds_does_not_warn_of_adam():
     """Warnings are errors: what is coded are movements of weights, and not gradients that Adam divides."""
     optimizer = ks.CrossShard(keras.optimizers.Adam(), sync_every=50, compression="powersgd")
     (local,) = LocalUpdates.found_in([optimizer])
-    assert isinstance(local.transport.codec, ks.compression.PowerSGD)
+    assert isinstance(local.sync.transport.codec, ks.compression.PowerSGD)
     with pytest.warns(UserWarning, match="made for SGD with momentum"):
         ks.CrossShard(keras.optimizers.Adam(), compression="powersgd")

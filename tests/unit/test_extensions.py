@@ -19,7 +19,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 WORDS = {
     "coding": r"coding|coded|codecs?|residuals?|PowerSGD|powersgd|Int[48]|int4",
     "equal_bits": r"VirtualReplicas?|virtual_replicas|equal_bits|SumOfParts|Subtrees|PartsStep",
-    "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|sync_\w+|outer_optimizer|last_syncs",
+    "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|WeightSync|sync_\w+|outer_optimizer|last_syncs",
     "noise": r"GradientNoise|gradient_noise\w*|NoiseAverages|noise_scale",
     "sharded_weights": r"ShardedWeights|sharded_weights|DividedWeights|WeightsOfOptimizer|HeldParameter|ShardedStep",
 }

@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, num_batch_shards, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, mix_in
+from keras_shardopt.backends.traffic import recording
 from keras_shardopt.extensions.local_sgd.mixins import ShowsMean, resume_local
 from keras_shardopt.extensions.local_sgd.replica_values import Rows
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
+from keras_shardopt.extensions.local_sgd.sync import finite_means
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
@@ -53,7 +55,7 @@ class _StacksRows(keras.Model):
         """Create variables with one row (first index) per replica, if needed. Then create the training function."""
         has_replicas = num_batch_shards(keras.distribution.distribution()) > 1
         for local in LocalUpdates.found_in([self.optimizer]):  # none if `compile` replaced the optimizer
-            if self.optimizer.built and has_replicas and not local.stacked:
+            if self.optimizer.built and has_replicas and not local.replica_values.stacked:
                 local.stack()
                 self.train_function = None  # the old function does not use the new variables
         super().make_train_function(*args, **kwargs)
@@ -75,9 +77,10 @@ class _LocalStep:
         (self._local,) = LocalUpdates.found_in([model.optimizer])
         variables = model.optimizer.variables
         self._place = {id(v): i for i, v in enumerate(variables)}
-        self._of = [id(v) for v in cast(Rows, self._local.replica_values).of]
-        self._stacked_at = [self._place[id(v)] for v in self._local.stacked]
-        alone = {*self._of, *(id(v) for v in self._local.stacked)}
+        rows = cast(Rows, self._local.replica_values)
+        self._of = [id(v) for v in rows.of]
+        self._stacked_at = [self._place[id(v)] for v in rows.stacked]
+        alone = {*self._of, *map(id, rows.stacked)}
         self._shared_at = [i for i, v in enumerate(variables) if id(v) not in alone]
         self._is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
@@ -108,7 +111,7 @@ class _LocalStep:
         others = [old if id(v) in kept else new for v, old, new in zip(model.non_trainable_variables, others, changed)]
         weights = [
             optimizer_state[self._place[id(reference)]].astype(v.dtype)
-            for v, reference in zip(model.trainable_variables, self._local.references)
+            for v, reference in zip(model.trainable_variables, self._local.sync.references)
         ]
         outputs = jax.tree.map(lambda leaf: leaf[: self._all_rows], outputs)
         # Metrics get the rows of all replicas as one batch, so metrics that are not sums over rows are exact too.
@@ -143,30 +146,42 @@ class _LocalStep:
             new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # without rows, keep `old`
             for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, self._is_seed)
         ]
-        started, ended = (before, inputs, inside, metrics), (after, changed, updated, metrics)
-        changed, updated = self._local.settled(model, started, ended)
+        ended = after, changed, updated, metrics
+        if optimizer._rollback is not None:  # after a skipped update, take back all but counters
+            _, ended = optimizer._rollback.settled(model, (before, inputs, inside, metrics), (None, ended))
+        _, changed, updated, _ = ended
         found = [new - other if seed else new for new, seed in zip(changed, self._is_seed)]
         own.update(zip(map(id, model.trainable_variables), after))
         own.update({id(v): updated[i] for i, v in enumerate(optimizer.variables) if id(v) in own})
         own.update({id(v): new for v, new in zip(model.non_trainable_variables, found) if id(v) in own})
-        statistics = self._synced_statistics(
-            replicas, mine, [own[id(v)] for v in self._local.statistics], inside, updated
-        )
-        own.update(zip(map(id, self._local.statistics), statistics))
+        moving = list(map(id, self._local.variables.statistics))
+        statistics = self._synced_statistics(replicas, mine, [own[key] for key in moving], inside, updated)
+        own.update(zip(moving, statistics))
         loss = jax.lax.pmean(loss, self._axis)
         return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
 
     def _synced_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
         """Return moving statistics: means over replicas if this step averaged weights, otherwise this replica's own."""
-        local, optimizer, place = self._local, self._model.optimizer, self._place
-        count, last_syncs = updated[place[id(local.count)]], updated[place[id(local.last_syncs)]]
+        schedule, optimizer = self._local.schedule, self._model.optimizer
+
+        def before(variable: Any) -> Any:
+            return inside[self._place[id(variable)]]
+
+        def after(variable: Any) -> Any:
+            return updated[self._place[id(variable)]]
+
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
-        if local.skips:
-            iterations = place[id(optimizer.iterations)]
-            share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
-        is_sync = (last_syncs[0] == count) & (count != inside[place[id(local.count)]])  # whether weights were averaged
-        joined = functools.partial(local.sync_statistics, replicas, row_share=jax.numpy.asarray(share))
-        return jax.lax.cond(is_sync, joined, lambda values: values, statistics)
+        if self._local.variables.may_skip:
+            share = jax.numpy.where(after(optimizer.iterations) != before(optimizer.iterations), share, 0)
+        count = after(schedule.count)
+        is_sync = (after(schedule.last_syncs)[0] == count) & (count != before(schedule.count))
+
+        def synced(values: Any) -> Any:
+            with recording() as self._local.sync.sent["statistics"]:
+                means = finite_means(replicas, values, share)
+            return [jax.numpy.where(share > 0, mean, value) for mean, value in zip(means, values)]
+
+        return jax.lax.cond(is_sync, synced, lambda values: values, statistics)
 
 
 def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
@@ -187,7 +202,7 @@ class LocalStep(TrainStep):
 
     def before_step(self) -> None:
         """Restore each replica's own weights, if evaluation or saving has replaced them by the mean."""
-        if any(local.stacked for local in LocalUpdates.found_in([self.model.optimizer])):
+        if any(local.replica_values.stacked for local in LocalUpdates.found_in([self.model.optimizer])):
             resume_local([self.model.optimizer])
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:

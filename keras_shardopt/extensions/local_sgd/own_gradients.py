@@ -7,6 +7,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.traffic import recording
 from keras_shardopt.numerics import UNKNOWN, filled_like, map_values
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import check_reduced
@@ -21,14 +22,15 @@ class OwnGradients(AllReduce):
     """Returns each replica's own gradients. In the warm-up of local SGD, returns the mean over replicas."""
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
+        transport = stage.sync.transport
         # Send gradients of the warm-up without the codec, because its stored errors belong to weights, not gradients.
-        super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
+        super().__init__(context, options, Transport() if transport.narrow is None else transport)
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Return the gradients of this replica's mean loss, multiplied by its share of the rows."""
         if self._stage.is_warmup or not step.is_local:
-            with self._stage.recording_warmup():
+            with recording() as self._stage.sent_in_warmup:
                 return super().reduce(step, comm)
         step = zero_without_rows(step)
         grads = list(step.grads)

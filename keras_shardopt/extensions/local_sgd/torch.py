@@ -29,7 +29,7 @@ class LocalStep(TrainStep):
         """Continue from weights that other code has set. They must be equal on all ranks."""
         for local in LocalUpdates.found_in(self._session.cross_shards):
             if local.weights_differ:
-                local.restart()
+                local.sync.restart()
 
     def end_epoch(self, is_call: bool) -> None:
         """Average the buffers of `torch.nn` modules over ranks. In `fit` (`is_call`), also assign mean weights."""
@@ -43,4 +43,4 @@ class LocalStep(TrainStep):
     def progress(self) -> list[tuple[int, bool]]:
         """Return the number of updates, and whether the ranks' weights differ."""
         found = LocalUpdates.found_in(self._session.cross_shards)
-        return [(local.num_updates, local.weights_differ) for local in found]
+        return [(local.schedule.num_updates, local.weights_differ) for local in found]

@@ -17,8 +17,8 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.extensions.local_sgd.replica_values import _variables_of
-from keras_shardopt.extensions.local_sgd.stage import LocalUpdates, fragments_of
+from keras_shardopt.extensions.local_sgd.schedule import fragments_of
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 
 EPOCHS = 5
 NUM_UPDATES = 20  # four batches in an epoch
@@ -47,6 +47,12 @@ def optimizer(name, **more):
     if arguments.pop("diloco", False):
         arguments["outer_optimizer"] = keras.optimizers.SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     return ks.CrossShard(keras.optimizers.SGD(RATE, momentum=momentum), **arguments)
+
+
+def local_of(model):
+    """What keeps the replicas of a model apart."""
+    (local,) = LocalUpdates.found_in([model.optimizer])
+    return local
 
 
 def compiled(replicas, made, model=None):
@@ -140,7 +146,7 @@ def in_numpy(num_replicas, name):
 
 def state_of_all(model):
     """Each replica's weights and optimizer state, the anchors and counts, as arrays."""
-    local = LocalUpdates.found_in([model.optimizer])[0]
+    local = local_of(model)
     shared = [keras.ops.convert_to_numpy(v) for v in [*local.saved_variables, *model.weights]]
     return [*map(np.array, local.save_state()), *shared]
 
@@ -236,8 +242,7 @@ def _from_a_file(replicas, model, path):
     file = pathlib.Path(path).read_bytes()
     loaded = keras.saving.load_model(path)
     kept, theirs = (
-        [keras.ops.convert_to_numpy(v) for v in [*LocalUpdates.found_in([m.optimizer])[0].saved_variables, *m.weights]]
-        for m in (model, loaded)
+        [keras.ops.convert_to_numpy(v) for v in [*local_of(m).saved_variables, *m.weights]] for m in (model, loaded)
     )
     start = loaded.get_weights()
     ks.prepare(loaded, auto_shard=True)
@@ -251,7 +256,7 @@ def _with_other_weights(model):
     model.set_weights(fresh.get_weights())
     x, y = uneven.data()
     model.fit(x[:16], y[:16], **ARGUMENTS)
-    pairs = LocalUpdates.found_in([model.optimizer])[0].references, fresh.trainable_variables
+    pairs = local_of(model).sync.references, fresh.trainable_variables
     return [[keras.ops.convert_to_numpy(v) for v in variables] for variables in pairs]
 
 
@@ -278,15 +283,15 @@ def with_nan(replicas, name):
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     optimizer, weights = model.optimizer, model.get_weights()
     clean, rows = uneven.data()
-    left_out = int(keras.ops.convert_to_numpy(LocalUpdates.found_in([optimizer])[0].num_skipped_syncs))
+    left_out = int(keras.ops.convert_to_numpy(local_of(model).sync.num_skipped))
     model.fit(clean, rows, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     return {
         "weights": weights,
         "later": model.get_weights(),
         "left_out": left_out,
-        "left_out_later": int(keras.ops.convert_to_numpy(LocalUpdates.found_in([optimizer])[0].num_skipped_syncs)),
+        "left_out_later": int(keras.ops.convert_to_numpy(local_of(model).sync.num_skipped)),
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
-        "count": int(keras.ops.convert_to_numpy(LocalUpdates.found_in([optimizer])[0].count)),
+        "count": int(keras.ops.convert_to_numpy(local_of(model).schedule.count)),
         "differ": replicas.largest_difference(model),
         "warned": [str(each.message) for each in caught if "sync step" in str(each.message)],
     }
@@ -305,7 +310,7 @@ def large(name, **more):
     x, y = np.full((160, 100), 0.01, "float32"), np.ones((160, 3), "float32")
     model.fit(x[:16], y[:16], batch_size=16, verbose=0)
     if name != "synchronous":
-        LocalUpdates.found_in([model.optimizer])[0].reset()
+        local_of(model).reset()
     return model, x, y
 
 
@@ -459,9 +464,9 @@ def normalized(replicas, name):
 
 def _statistics_of_each(model):
     """Each replica's moving statistics."""
-    local = LocalUpdates.found_in([model.optimizer])[0]
-    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.save_state()[2:]))
-    return list(zip(*(states[id(v)] for v in local.statistics)))
+    local = local_of(model)
+    states = dict(zip(map(id, local.variables.everything()), local.save_state()[2:]))
+    return list(zip(*(states[id(v)] for v in local.variables.statistics)))
 
 
 # How many updates a round has, and an update batches.
@@ -478,7 +483,7 @@ class Rounds(keras.callbacks.Callback):
         self.equal = []
 
     def on_train_batch_end(self, batch, logs=None):
-        state = LocalUpdates.found_in([self.model.optimizer])[0].save_state()
+        state = local_of(self.model).save_state()
         weights = state[2 : 2 + len(self.model.trainable_variables)]
         self.equal.append(all(np.array_equal(rows[0], row) for rows in weights for row in rows[1:]))
 
@@ -614,13 +619,13 @@ def dropping(replicas, name):
     layers = [keras.Input((32,)), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1, use_bias=False)]
     model = compiled(replicas, ks.CrossShard(keras.optimizers.SGD(0.1), sync_every=2), keras.Sequential(layers))
     model.fit(np.ones((2, 32), "float32"), np.full((2, 1), 3.0, "float32"), batch_size=2, verbose=0)
-    return LocalUpdates.found_in([model.optimizer])[0].save_state()[2]
+    return local_of(model).save_state()[2]
 
 
 def moved(replicas, name):
     """A file of a run that was amid a round, at this path, loaded by so many replicas: what it has, and training on."""
     loaded = keras.saving.load_model(name)
-    own = LocalUpdates.found_in([loaded.optimizer])[0].saved_variables
+    own = local_of(loaded).saved_variables
     kept = [keras.ops.convert_to_numpy(v) for v in [*own, *loaded.weights]]
     x, y = uneven.data()
     before = loaded.evaluate(x, y, verbose=0)
@@ -682,8 +687,8 @@ def skipping(replicas, name):
     model = compiled(replicas, ks.CrossShard(inner(), sync_every=3, **more), layers)
     x, y = rows_with_nan(name, size)
     model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
-    local = LocalUpdates.found_in([model.optimizer])[0]
-    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.save_state()[2:]))
+    local = local_of(model)
+    states = dict(zip(map(id, local.variables.everything()), local.save_state()[2:]))
     optimizer = model.optimizer
     counted = int(keras.ops.convert_to_numpy(optimizer.skipped_steps))
     return {
@@ -694,8 +699,8 @@ def skipping(replicas, name):
         "scale": states[id(optimizer.loss_scale)].tolist() if "scaling" in name else None,
         "counted": processes.gather_objects(counted),
         "statistics": _statistics_of_each(model),
-        "left_out": int(keras.ops.convert_to_numpy(local.num_skipped_syncs)),
-        "count": int(keras.ops.convert_to_numpy(local.count)),
+        "left_out": int(keras.ops.convert_to_numpy(local.sync.num_skipped)),
+        "count": int(keras.ops.convert_to_numpy(local.schedule.count)),
         "differ": replicas.largest_difference(model),
     }
 
@@ -749,8 +754,8 @@ def seeds(replicas, name):
     model = compiled(replicas, optimizer, keras.Sequential(layers))
     x, y = rows_with_nan(name, 16)
     model.fit(x[:64], y[:64], batch_size=16, shuffle=False, verbose=0)
-    local = LocalUpdates.found_in([model.optimizer])[0]
-    names = [v.name for v in _variables_of(local, optimizer)]
+    local = local_of(model)
+    names = [v.name for v in local.variables.everything()]
     return local.save_state()[2 + names.index("seed_generator_state")]
 
 

@@ -20,7 +20,7 @@ from support.checks import check, refused
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import keras_shardopt as ks
-from keras_shardopt.extensions.sharded_weights import torch as sharded
+from keras_shardopt.extensions.sharded_weights.torch import buckets
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 4
@@ -133,7 +133,7 @@ def trained_both_ways(scope, make=dense, inner=problem.sgd_momentum, between=lam
         logs.append(fitted(model))
         values = [np.array(value) for each in logs for value in each.values()]
         found.append([*values, model.predict(problem.data(1)[0], verbose=0), *model.get_weights()])
-    assert held_by(model).num_gathers > 0
+    assert held_by(model).gathers._orders[True]
     return found
 
 
@@ -171,12 +171,12 @@ def options_of_updates_keep_their_meaning(scope):
 @check
 def a_rank_holds_its_slices_between_steps_and_some_buckets_in_them(scope):
     model, gathered, most, bytes_held = made(scope, cross_shard(scope, True), lambda: dense(num=9)), [], [], []
-    begin = sharded.WeightsOfOptimizer._begin
+    begin = buckets.Bucket.begin
 
-    def noted(weights, bucket):
-        begin(weights, bucket)
+    def noted(bucket):
+        begin(bucket)
         gathered.append(StorageWeakRef(bucket.flat.untyped_storage()))
-        if weights._order is not None:  # in a step, not at the end of `fit`
+        if bucket.gathers._order is not None:  # in a step, not at the end of `fit`
             most.append(sum(not memory.expired() for memory in gathered))
 
     def look(model):
@@ -185,18 +185,18 @@ def a_rank_holds_its_slices_between_steps_and_some_buckets_in_them(scope):
                 v._value for v in model.optimizer._shards.stand_ins
             ]
             memory = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        assert all(bucket.flat is None for bucket in held_by(model)._buckets)
+        assert all(bucket.flat is None for bucket in held_by(model).gathers.buckets)
         bytes_held.append(sum(memory.values()))
 
-    with mock.patch.object(sharded.WeightsOfOptimizer, "_begin", noted):
+    with mock.patch.object(buckets.Bucket, "begin", noted):
         fitted(model, callbacks=[Reads(look)])
-    weights = held_by(model)
+    num_buckets = len(held_by(model).gathers.buckets)
     whole = sum(w.nbytes for w in model.get_weights())
     number = len(model.trainable_variables)
-    padding = 4 * (len(weights._buckets) + number)
+    padding = 4 * (num_buckets + number)
     assert len(bytes_held) == NUM_STEPS and max(bytes_held) <= whole / scope.num_replicas + padding
     # The recent buckets, the next one, and a bucket whose weight the current operation uses.
-    assert max(most) <= sharded._NUM_RECENT + 2 < len(weights._buckets) - 2
+    assert max(most) <= buckets.NUM_RECENT + 2 < num_buckets - 2
 
 
 @check
@@ -204,10 +204,12 @@ def gathers_are_expected_from_the_second_step_on(scope):
     counts = []
     for prefetch in (0, 2):
         model, seen = made(scope, cross_shard(scope, True, prefetch=prefetch)), []
-        with mock.patch.object(sharded, "announce", wraps=sharded.announce) as announced:
+        begin = mock.patch.object(buckets.Bucket, "begin", autospec=True, side_effect=buckets.Bucket.begin)
+        announce = mock.patch.object(buckets, "announce", wraps=buckets.announce)
+        with begin as begun, announce as announced:
 
             def count(model):
-                seen.append((held_by(model).num_gathers, announced.call_count))  # noqa: B023
+                seen.append((begun.call_count, announced.call_count))  # noqa: B023
 
             fitted(model, callbacks=[Reads(count)])
         (first, asked), *_, (last, still) = seen
