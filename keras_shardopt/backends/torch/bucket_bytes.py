@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from keras_shardopt.backends.compression import dtype_sent
-from keras_shardopt.backends.torch.sliced_bucket import Slices
+from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices
 from keras_shardopt.numerics import Tensor, Variable, dtype_of
 
 
@@ -33,9 +33,11 @@ def measured(variables: Sequence[Variable], buckets: Any) -> tuple[int, int]:
     grads = [variable.value.grad for variable in variables]
     kept, sent = [grad for grad in grads if grad is not None and not grad.is_sparse], []
     for bucket in () if buckets is None else buckets:
-        shared = getattr(bucket, "shared", None)  # only a `SlicedBucket` has shared memory
-        kept += () if shared is None else bucket.memory
-        sent += bucket.memory if shared is None else shared
+        if isinstance(bucket, SlicedBucket):
+            kept += bucket.memory
+            sent += bucket.shared
+        else:
+            sent += bucket.memory
     sending = _memories(sent)
     return sum(size for place, size in _memories(kept).items() if place not in sending), sum(sending.values())
 
@@ -56,7 +58,7 @@ def predicted(
     if slices is None:
         return 0, sum(tensor.numel() * sum(each) for tensor, each in zip(tensors, sizes))
     kept, sent = 0, [0, 0]
-    for number, (places, pieces) in enumerate(sorted(slices.buckets, key=lambda each: min(each[0]), reverse=True)):
+    for number, (places, pieces) in enumerate(slices.in_order):
         chunk = max(sum(stop - start for _, start, stop in mine) for mine in pieces)
         of_sent, of_wide = sizes[places[0]]
         kept += chunk * (of_sent + of_wide)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch import communicator
+from keras_shardopt.backends.torch.bucket import Bucket
 from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
@@ -31,9 +32,14 @@ class Slices:
     buckets: Sequence[tuple[Sequence[int], Pieces]]
     shapes: dict[int, Any]
 
+    @property
+    def in_order(self) -> list[tuple[Sequence[int], Pieces]]:
+        """The buckets in the order in which a backward pass fills them, and ranks send them: last variables first."""
+        return sorted(self.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
 
-class SlicedBucket:
-    """A bucket (group of gradients) for sharded optimizer state, with the methods of `FlatBucket`.
+
+class SlicedBucket(Bucket):
+    """A bucket (group of gradients) for sharded optimizer state.
 
     Args:
         pool: the memory that all buckets share.
@@ -50,9 +56,6 @@ class SlicedBucket:
     """
 
     can_resend = False
-    num_under_way = 1
-    transfer: Any = None
-    failure = ""
 
     def __init__(
         self,
@@ -84,7 +87,6 @@ class SlicedBucket:
         # For a mean, divide the sums, because this rank's slices have fewer elements than the gradients. In half
         # precision, divide the gradients before sending, because sums could overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
-        self.num_missing = 0
         # For each gradient, its parts: (offset in the memory that is sent, start and end in the flattened gradient).
         self._targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
         self._unused: list[tuple[int, int]] = []
@@ -153,9 +155,6 @@ class SlicedBucket:
             else:
                 torch.div(grad[first:last], self._divisor, out=target)
 
-    def encode(self) -> None:
-        """Do nothing: this bucket sends its gradients unencoded."""
-
     def send(self) -> Any:
         flat = self._flat
         assert flat is not None
@@ -174,7 +173,6 @@ class SlicedBucket:
         return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool) -> None:
-        """Fill `results` and `flags` after the reduction. With `adds`, add to earlier results."""
         self._flat = None
         num_elements = self.wide.numel()
         before = self.wide.clone() if adds else None
@@ -191,16 +189,11 @@ class SlicedBucket:
         if before is not None:
             self.wide.add_(before)
 
-    def finish(self) -> None:
-        """Do nothing: `receive` has filled the results."""
-
-    def release(self) -> None:
-        """Do nothing: the next reduction uses the same memory."""
-
     def is_finite(self) -> Tensor:
         return is_sum_finite(self.wide)
 
     def local_nonfinite(self) -> list[int]:
+        """Return the positions of this rank's non-finite gradients, which were freed after sending."""
         return [i for i, extremes in self._extremes.items() if not bool(extremes.isfinite().all())]
 
 
@@ -238,11 +231,9 @@ def sliced_buckets(
 ) -> list[SlicedBucket]:
     """Return a `SlicedBucket` per bucket in `slices`. The last also sends flags: whether a rank still trains, etc."""
     pool = MemoryPool()
-    # Sort buckets in the order in which a backward pass fills them: last variables first. They are sent in this order.
-    buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
     made = []
-    for number, (places, pieces) in enumerate(buckets):
-        more = num_flags if number == len(buckets) - 1 else 0
+    for number, (places, pieces) in enumerate(slices.in_order):
+        more = num_flags if number == len(slices.buckets) - 1 else 0
         shapes = {i: slices.shapes[i] for i in places}
         like = tensors[places[0]]
         made.append(
