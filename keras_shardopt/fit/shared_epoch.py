@@ -23,7 +23,7 @@ NEXT_BATCH = "takes the next batch of a prepared model"
 class SharedEpoch:
     """A base class for epoch iterators: all processes load the same batches, or each loads batches of separate data.
 
-    On PyTorch, `Session` (`fit/torch/session.py`) makes these checks.
+    On PyTorch, `SharedBatches` (`fit/torch/shared_batches.py`) makes these checks.
     """
 
     data_adapter: Any
