@@ -1330,7 +1330,7 @@ FAULTS = [
         "unit/update/test_local_gradients.py::test_a_bad_gradient_is_named_where_a_variable_is_left_out[False-2]",
     ),
     fault(  # callbacks that are one of several
-        "fit/callbacks.py",
+        "fit/batch_logs.py",
         "        return any(_reads_batch_logs(callback",
         "        return all(_reads_batch_logs(callback",
         "unit/fit/test_batch_logs.py::test_logs_are_wanted_as_often_as_callbacks_read_them[one of two]",
@@ -1486,8 +1486,8 @@ FAULTS = [
     ),
     fault(
         "fit/jax/batches.py",
-        "    prints = placement.fingerprints([*variables, *state])",
-        "    prints = placement.fingerprints([*variables, *variables])[:, : len(variables) + len(state)]",
+        "start_equal([*variables, *state], announce",
+        "start_equal([*variables, *variables][: len(variables) + len(state)], announce",
         "promises/test_several_processes_jax.py::test_divided_state_trains_as_one_process",
         backend="jax",
     ),

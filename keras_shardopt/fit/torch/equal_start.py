@@ -17,7 +17,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import announce, gather_objects
 from keras_shardopt.backends.torch.random_numbers import seed_per_rank
-from keras_shardopt.fit.calls import warn_of_unequal_start
+from keras_shardopt.fit.equal_start import warn_of_unequal_start
 from keras_shardopt.fit.torch.step import TrainStep
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.wrapping.chain import shared_variables

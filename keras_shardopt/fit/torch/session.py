@@ -13,10 +13,8 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import optimizers_of, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import add_promised_steps
-from keras_shardopt.data.split_data import is_split
-from keras_shardopt.fit.callbacks import BatchLogs
+from keras_shardopt.fit.batch_logs import BatchLogs
 from keras_shardopt.fit.calls import cross_shards_in_step, refuse_groups
-from keras_shardopt.fit.sharing import sharing_of
 from keras_shardopt.fit.torch.equal_start import start_equal
 from keras_shardopt.fit.torch.results import mean_logs, metric_logs
 from keras_shardopt.fit.torch.shared_batches import Phase, SharedBatches
@@ -69,10 +67,6 @@ class Session:
         """The communicator of the ranks; None for a single rank."""
         replicas = runtime.communicator("")
         return None if replicas.num_replicas == 1 else replicas  # type: ignore[return-value]
-
-    def takes_whole(self, *data: Any) -> bool:
-        """Whether all ranks receive the same data (the arguments `data`), and each uses its rows of every batch."""
-        return sharing_of(self.model).auto_shard and not self.splits_separate_part and not is_split(*data)
 
     def begin_call(self) -> None:
         """Forget the optimizer and the stateful layers, because they can change before the next `fit` or `predict`."""

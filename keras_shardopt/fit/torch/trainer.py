@@ -35,7 +35,7 @@ from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import count_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
-from keras_shardopt.fit.calls import call_silently, num_rows
+from keras_shardopt.fit.calls import call_printing, num_rows
 from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
 from keras_shardopt.fit.torch.results import mean_logs, metrics_of_all, rows_of_all
@@ -182,7 +182,7 @@ def _run(
             if call is Phase.TRAIN_BATCH:
                 session.step.begin_fit()
             prints = session.ranks is None or session.ranks.replica_id == 0
-            return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
+            return call_printing(prints, real, *args, **kwargs)
         except BaseException as error:
             if together is not None:
                 note_error(f"{type(error).__name__}: {error}")
