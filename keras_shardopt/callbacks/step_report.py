@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +16,13 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import is_prepared, layers_of
+from keras_shardopt.backends.models import is_prepared
 from keras_shardopt.backends.phases import Recorder, timed
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.callbacks import slow_ranks, trace_summary
+from keras_shardopt.callbacks.forward_passes import ForwardPasses
 from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
+from keras_shardopt.callbacks.trace_summary import StepTrace, end_running_traces
 from keras_shardopt.checkpoint.saving import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
 
@@ -30,14 +31,8 @@ _measuring: Any = for_backend(
     {name: f"keras_shardopt.backends.{name}.measuring" for name in ("tensorflow", "jax", "torch")}
 )
 
-_profiling: list[StepReport] = []
-"""The report whose profiler runs in this process, if any. A `fit` that raised an error may have left it running."""
-
 _NUM_UNMEASURED = 3
 """The number of steps at the start of a `fit` that are not measured, because they compile."""
-
-_NUM_ROWS = 32
-"""The number of rows in a timed forward pass, if the model's input does not set one."""
 
 
 class StepReport(keras.callbacks.Callback):
@@ -123,7 +118,7 @@ class StepReport(keras.callbacks.Callback):
         self._recorder = Recorder("callbacks")
         self._is_paused = False
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
-        self._traced: dict[str, Any] | None = None
+        self._trace: StepTrace | None = None
 
     def set_model(self, model: Any) -> None:
         """Stores the model in another attribute, because on JAX, reading `self.model` copies the training state."""
@@ -132,8 +127,7 @@ class StepReport(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts to measure the phases of steps."""
-        for report in list(_profiling):
-            report._stop_profile()
+        end_running_traces()
         self._is_shared = processes.process()[0] > 1 and processes.num_replicas() > 1
         if self._is_shared and not is_prepared(self._trained):
             raise ValueError(
@@ -145,17 +139,12 @@ class StepReport(keras.callbacks.Callback):
         weights = self._trained.trainable_variables[:1]
         self._is_compiled = any(runtime.version(weight) is None for weight in weights)
         self._is_hidden = self._is_compiled or not all(runtime.is_cheap_to_read(each.value) for each in weights)
-        self._inputs = (getattr(self._trained, "inputs", None) or []) if self._is_hidden else []
-        is_known = len(self._inputs) == 1 and None not in self._inputs[0].shape[1:]
-        is_stateful = any(getattr(layer, "stateful", False) for layer in layers_of(self._trained))
-        if not is_known or self._inputs[0].dtype == "string" or is_stateful:
-            self._inputs = []  # no forward passes: they need a known shape, and would change the states of an RNN
-        self._has_compiled_forward = False
+        self._forward_passes = ForwardPasses(self._trained) if self._is_hidden else None
         self._timed: Any = None
         self._num_steps = self._num_in_window = self._most = 0
         self._tables: list[tuple[np.ndarray, int]] = []
         self._of_epoch: list[tuple[np.ndarray, int]] = []
-        self.slow = self._traced = None
+        self.slow = self._trace = None
         with raising_together():
             if self.to is not None and self._rank == 0:
                 open(self.to, "a", encoding="utf-8").close()  # fail now, not after many steps
@@ -173,7 +162,7 @@ class StepReport(keras.callbacks.Callback):
         if self._timed is None or self._trained.train_function is not self._timed:
             self._timed = self._timing(self._trained.train_function)
             self._trained.train_function = self._timed
-        self._stop_profile()
+        self._end_trace()
         if self._num_steps == _NUM_UNMEASURED:
             self._recorder.stop()
             self._recorder.start()
@@ -183,11 +172,11 @@ class StepReport(keras.callbacks.Callback):
         self._num_steps += 1
         self._num_in_window += 1
         if self._num_steps == self.profile_step:
-            self._start_profile()
+            self._trace = StepTrace(_measuring, os.path.join(f"{self.to}.trace", f"rank-{self._rank}"))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Prints two lines about the epoch, and a summary of the traced step."""
-        self._stop_profile()
+        self._end_trace()
         if self._num_steps > _NUM_UNMEASURED and self._num_in_window:
             self._close_window()
         if self._of_epoch and self._rank == 0:
@@ -196,9 +185,10 @@ class StepReport(keras.callbacks.Callback):
             for line in slow_ranks.summary(mean, self.slow, self._is_hidden, is_compared):
                 print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
         self._of_epoch = []
-        if self._traced is not None:
-            ranks = processes.gather_objects(self._traced) if self._is_shared else [self._traced]
-            self._traced = None
+        if self._trace is not None:
+            mine: Any = self._trace.summary
+            self._trace = None
+            ranks = processes.gather_objects(mine) if self._is_shared else [mine]
             if self._rank == 0:
                 for line in trace_summary.lines(self.profile_step or 0, ranks):
                     print(f"StepReport, epoch {epoch + 1}: {line}", flush=True)
@@ -210,7 +200,7 @@ class StepReport(keras.callbacks.Callback):
         """Pauses the measurement during a validation."""
         self._is_paused = self._recorder.is_active()
         if self._is_paused:
-            self._stop_profile()
+            self._end_trace()
             self._recorder.pause()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -221,7 +211,7 @@ class StepReport(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Stops measuring, and restores the model's training function."""
-        self._stop_profile()
+        self._end_trace()
         if self.profile_step is not None and self._num_steps < self.profile_step:
             warn(
                 "`profile_step` is after the last step of `fit`. Received: "
@@ -234,27 +224,11 @@ class StepReport(keras.callbacks.Callback):
             self._write(None, 0)
         self._write = self._timed = None
 
-    def _start_profile(self) -> None:
-        self._folder = os.path.join(f"{self.to}.trace", f"rank-{self._rank}")
-        try:
-            self._stop = _measuring.start_profile(self._folder)
-        except Exception as error:  # as in `summarize`: only this process could end its training
-            self._traced = {"error": repr(error)}
-            return
-        self._since = time.perf_counter()
-        _profiling.append(self)
-
-    def _stop_profile(self) -> None:
-        if self in _profiling:
-            _profiling.remove(self)
-            seconds = time.perf_counter() - self._since
+    def _end_trace(self) -> None:
+        if self._trace is not None and self._trace.summary is None:
             self._recorder.pause()  # a trace can take seconds to write and to read
-            self._traced = trace_summary.summarize(self._operations(), seconds)
+            self._trace.end()
             self._recorder.start()
-
-    def _operations(self) -> Iterator[trace_summary.Operation]:
-        self._stop()
-        yield from _measuring.operations(self._folder)
 
     def _timing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the training function `real`, and measures its phases."""
@@ -285,7 +259,9 @@ class StepReport(keras.callbacks.Callback):
         seconds, num = self._recorder.stop(), self._num_in_window
         mine = [*[seconds.get(phase, 0.0) / num for phase in (*OWN, "waiting")], 0.0, 0.0]
         if self._is_shared:
-            mine[-2:] = self._seconds_of_forward(), min(_measuring.seconds_of_message() for _ in range(3))
+            mine[-1] = min(_measuring.seconds_of_message() for _ in range(3))
+            if self._forward_passes is not None:
+                mine[-2] = self._forward_passes.seconds(self.model)
         mine_and_host = mine, socket.gethostname()
         rows, hosts = zip(*(processes.gather_objects(mine_and_host) if self._is_shared else [mine_and_host]))
         table = slow_ranks.table_of(rows)
@@ -302,30 +278,6 @@ class StepReport(keras.callbacks.Callback):
             self._write_window(table, num)
         self._num_in_window = 0
         self._recorder.start()
-
-    def _seconds_of_forward(self) -> float:
-        """Return the shortest time of three forward passes on this process only; 0 if the model allows none."""
-        if not self._inputs:
-            return 0.0
-        num_rows, *shape = self._inputs[0].shape
-        rows = np.zeros([num_rows or _NUM_ROWS, *shape], self._inputs[0].dtype)
-        weights = {id(each) for each in self.model.weights}
-        seeds = [(each, each.numpy()) for each in self.model.variables if id(each) not in weights]
-        found: list[float] = []
-        try:
-            for _ in range(3 if self._has_compiled_forward else 4):
-                begin = time.perf_counter()
-                self.model.predict_on_batch(rows)
-                found.append(time.perf_counter() - begin)
-        except Exception as error:  # any error, because other processes wait for this one
-            warn(f"`StepReport` measures no forward passes, because a forward pass failed: {error!r}")
-            self._inputs = []
-            return 0.0
-        finally:
-            for each, value in seeds:  # restore seeds, because layers can draw random numbers in inference
-                each.assign(value)
-        self._has_compiled_forward = True
-        return min(found)
 
     def _write_window(self, table: np.ndarray, num: int) -> None:
         if self.to is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -97,10 +97,10 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._optimizers: dict[str, Any] = {}
         self._recorders: dict[str, Recorder] = {}
         self._updates_before: dict[str, int] = {}
-        # The model's step without and with recording. The last training's steps, settings and recorders.
+        # The model's step without and with recording.
         self._plain_step: Any = None
         self._recording_step: Any = None
-        self._kept: tuple[Any, ...] = ()
+        self._kept: _Kept | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Builds `model.optimizer` unless it is built, and starts to record the built optimizers."""
@@ -114,22 +114,24 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._recorders = {}
         self._plain_step = None if any(map(_is_observed, self._optimizers.values())) else model.train_function
         if not self._restart_recorders():
-            self._kept = ()
+            self._kept = None
             self._start_recorders()
         self._count_from_updates()
 
     def _restart_recorders(self) -> bool:
         """Record again with the variables and the compiled step of the last training, if nothing has changed since."""
-        if not self._kept or self._plain_step is None:
+        kept = self._kept
+        if kept is None or self._plain_step is None:
             return False
-        plain, recording, settings, recorders = self._kept
-        optimizers = {prefix: recorder.optimizer for prefix, recorder in recorders.items()}
-        if plain is not self._plain_step or settings != self._settings() or optimizers != self._optimizers:
+        optimizers = {prefix: recorder.optimizer for prefix, recorder in kept.recorders.items()}
+        if kept.plain_step is not self._plain_step or kept.settings != self._settings():
             return False
-        for prefix, recorder in recorders.items():
+        if optimizers != self._optimizers:
+            return False
+        for prefix, recorder in kept.recorders.items():
             recorder.reopen(next(iter(self._recorders.values()), None))
             self._recorders[prefix] = recorder
-        self.model.train_function = self._recording_step = recording
+        self.model.train_function = self._recording_step = kept.recording_step
         return True
 
     def _settings(self) -> tuple[Any, ...]:
@@ -234,9 +236,18 @@ class TrainingSummaries(keras.callbacks.Callback):
         if recorders:
             can_restart = model.train_function is self._recording_step and self._plain_step is not None
             if can_restart and all(recorder.can_reopen for recorder in recorders.values()):
-                self._kept = self._plain_step, self._recording_step, self._settings(), recorders
+                self._kept = _Kept(self._plain_step, self._recording_step, self._settings(), recorders)
             model.train_function = self._plain_step if can_restart else None
         self._recorders, self._optimizers = {}, {}
+
+
+class _Kept(NamedTuple):
+    """The last training's steps without and with recording, its settings and its recorders."""
+
+    plain_step: Any
+    recording_step: Any
+    settings: tuple[Any, ...]
+    recorders: dict[str, Recorder]
 
 
 def _by_prefix(model: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Summarizes a profiler's trace of one step: the shares of its time, and the operations that take longest."""
+"""Traces one step with the profiler, and summarizes it: the shares of its time, and its longest operations."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,46 @@ _COPY = re.compile(r"memcpy ?(htod|dtoh|h2d|d2h)|infeed|outfeed", re.IGNORECASE)
 
 Operation = tuple[Any, str, float, float]
 """The thread or stream of an operation, its name, and the seconds at which it begins and ends."""
+
+
+_running: list[StepTrace] = []
+"""The trace whose profiler runs in this process, if any. A `fit` that raised an error may have left it running."""
+
+
+class StepTrace:
+    """A trace of one step by the framework's profiler, which writes it to a folder until `end` is called.
+
+    Args:
+        measuring: the backend's module with `start_profile` and `operations`.
+        folder: the path of the folder.
+    """
+
+    def __init__(self, measuring: Any, folder: str) -> None:
+        self._measuring, self._folder = measuring, folder
+        self.summary: dict[str, Any] | None = None
+        """The result of `summarize`; None while the profiler runs."""
+        try:
+            self._stop = measuring.start_profile(folder)
+        except Exception as error:  # as in `summarize`: only this process could end its training
+            self.summary = {"error": repr(error)}
+            return
+        self._since = time.perf_counter()
+        _running.append(self)
+
+    def end(self) -> None:
+        """Stop the profiler, and summarize the trace."""
+        _running.remove(self)
+        self.summary = summarize(self._operations(), time.perf_counter() - self._since)
+
+    def _operations(self) -> Iterator[Operation]:
+        self._stop()
+        yield from self._measuring.operations(self._folder)
+
+
+def end_running_traces() -> None:
+    """End a trace that an earlier `fit` has left running."""
+    for trace in list(_running):
+        trace.end()
 
 
 def summarize(found: Iterable[Operation], seconds: float) -> dict[str, Any]:

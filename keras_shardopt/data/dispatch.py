@@ -183,8 +183,7 @@ def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
             raise TypeError(f"`{argument}` must be an int or None. Received: {argument}={value!r}")
         if value < least:
             raise ValueError(f"`{argument}` must be >= {least}. Received: {argument}={value}")
-    if not isinstance(shuffle, bool):
-        raise TypeError(f"`shuffle` must be a bool. Received: shuffle={shuffle!r}")
+    check.flag("shuffle", shuffle)
 
 
 def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import keras
 
-from keras_shardopt import arguments as check
 from keras_shardopt.backends.models import optimizers_in_step
-from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.optimizers.cross_shard import cross_shards_in
 
 
-def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fit`, `evaluate` or `predict` with `verbose=0`, if the method accepts that argument."""
+def call_printing(prints: bool, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `fit`, `evaluate` or `predict`; unless `prints`, with `verbose=0`, if the method accepts that argument."""
+    if prints:
+        return real(*args, **kwargs)
     parameters = inspect.signature(real).parameters
     taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     bound = inspect.signature(real).bind(*args, **kwargs)
@@ -45,14 +45,6 @@ def refuse_groups(cross_shards: Sequence[Any]) -> None:
                 "All replicas must train `model` together, but with `group_assignment` the groups train separately. "
                 f"Received: {cross_shard!r}. Train without `keras_shardopt.prepare`, on equal parts of each batch."
             )
-
-
-def warn_of_unequal_start(names: Sequence[str]) -> None:
-    """Warn, in one message, of all variables that differ between processes when an epoch begins."""
-    warn(
-        "All processes must begin an epoch with equal variables, so all now use the values of process 0. Received: "
-        f"different values of {check.listed(names, ', ')} on some processes. Assign equal values on all processes.",
-    )
 
 
 def num_rows(data: Any) -> Any:

@@ -234,25 +234,18 @@ def largest_difference(variables: Sequence[Variable]) -> float:
 
 
 def _duration(timeout: Any) -> datetime.timedelta | None:
-    if timeout is None or isinstance(timeout, datetime.timedelta):
-        duration = timeout
-    elif isinstance(timeout, bool) or not isinstance(timeout, Real):
+    if timeout is None:
+        return None
+    is_delta = isinstance(timeout, datetime.timedelta)
+    if isinstance(timeout, bool) or not (is_delta or isinstance(timeout, Real)):
         raise TypeError(
             "`timeout` must be a number of seconds, a `datetime.timedelta` or None. "
             f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
         )
-    else:
-        # A larger timeout would not fit a `timedelta`, or the 64 bits in which PyTorch counts milliseconds.
-        duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
-    if duration is None and timeout is None:
-        return None
-    if duration is None or not _in_range(duration.total_seconds()):
+    # A larger timeout would not fit a `timedelta`, or the 64 bits in which PyTorch counts milliseconds.
+    if not 0.001 <= (timeout.total_seconds() if is_delta else timeout) <= 365 * 24 * 3600:
         raise ValueError(
             f"`timeout` must be at least a millisecond and at most a year, in seconds. Received: timeout={timeout!r}. "
             "Leave `timeout` out to use the backend's default."
         )
-    return duration
-
-
-def _in_range(seconds: Any) -> bool:
-    return bool(0.001 <= seconds <= 365 * 24 * 3600)
+    return timeout if is_delta else datetime.timedelta(seconds=float(timeout))

@@ -50,6 +50,17 @@ def splits_separate_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return is_split(*[given.get(name) for name in ("x", "y", "sample_weight")])
 
 
+def takes_whole(model: Any, data: Sequence[Any], splits_separate_part: bool) -> bool:
+    """Whether all processes pass the same `data` (`x`, `y`, ...), and each uses its rows of every batch."""
+    return sharing_of(model).auto_shard and not splits_separate_part and not is_split(*data)
+
+
+def gathers_rows(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether `predict` of this model, with these arguments, returns the rows of all processes."""
+    sharing = sharing_of(model)
+    return sharing.gather and sharing.auto_shard and not is_split(kwargs.get("x", args[0] if args else None))
+
+
 def check_kinds(are_whole: Sequence[bool]) -> None:
     """Raise ValueError if only some processes have the whole data. `are_whole` has one entry per process."""
     if len(set(are_whole)) > 1:

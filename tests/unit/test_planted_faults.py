@@ -706,8 +706,8 @@ FAULTS = [
         backend="jax",
     ),
     fault(
-        "fit/torch/session.py",
-        "if differing and self.step.stopped_alike():",
+        "fit/torch/equal_start.py",
+        "if differing and step.stopped_alike():",
         "if False:",
         f"{ROUNDS}::test_training_is_the_same_bit_for_bit_whoever_looks_at_it[interrupted]",
     ),
@@ -744,7 +744,7 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(  # more batches than all ranks have promised go without a message
-        "fit/torch/session.py",
+        "fit/torch/shared_batches.py",
         "self._unreported.reported(min(flags",
         "self._unreported.reported(max(flags",
         "promises/test_uneven_batches_ranks.py::test_data_of_their_own_that_end_at_different_times[plain]",
@@ -1046,8 +1046,8 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        "self.mine, self._rows, self._is_whole, self._phase, self.shares_logs, self._step = before",
-        "pass",
+        "            self.batches = before",
+        "            pass",
         "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[predictions_in_the_middle_of_training]",
     ),
     fault(
@@ -1151,13 +1151,13 @@ FAULTS = [
         backend="jax",
     ),
     fault(
-        "fit/torch/session.py",
+        "fit/torch/results.py",
         'for op in ("sum", "mean"):',
         'for op in ("sum",):',
         "unit/fit/test_torch_logs.py::test_variables_of_metrics_are_summed_or_averaged_as_they_say",
     ),
     fault(
-        "fit/torch/session.py",
+        "fit/torch/results.py",
         "part = _bytes(tensor[: mine * factor])",
         "part = _bytes(tensor[:mine])",
         "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
@@ -1342,13 +1342,13 @@ FAULTS = [
         "unit/update/test_local_gradients.py::test_a_bad_gradient_is_named_where_a_variable_is_left_out[False-2]",
     ),
     fault(  # callbacks that are one of several
-        "fit/callbacks.py",
+        "fit/batch_logs.py",
         "        return any(_reads_batch_logs(callback",
         "        return all(_reads_batch_logs(callback",
         "unit/fit/test_batch_logs.py::test_logs_are_wanted_as_often_as_callbacks_read_them[one of two]",
     ),
     fault(
-        "fit/torch/session.py",
+        "fit/torch/shared_batches.py",
         "4 * self._num_last + 3, int(seconds / max(of_one, 1e-6))",
         "4 * self._num_last + 3, int(seconds)",
         "unit/fit/test_torch_logs.py::test_more_and_more_batches_are_promised_up_to_what_is_known",
@@ -1497,8 +1497,8 @@ FAULTS = [
     ),
     fault(
         "fit/jax/batches.py",
-        "    prints = placement.fingerprints([*variables, *state])",
-        "    prints = placement.fingerprints([*variables, *variables])[:, : len(variables) + len(state)]",
+        "start_equal([*variables, *state], announce",
+        "start_equal([*variables, *variables][: len(variables) + len(state)], announce",
         "promises/test_several_processes_jax.py::test_divided_state_trains_as_one_process",
         backend="jax",
     ),
@@ -1516,13 +1516,13 @@ FAULTS = [
         "unit/checkpoint/test_saving.py::test_who_fails_to_write_a_file_of_its_own_leaves_no_part_of_it",
     ),
     fault(
-        "fit/torch/session.py",
+        "fit/torch/shared_batches.py",
         "if any(rows) and not all(flags // 2 % 2",
         "if not all(flags // 2 % 2",
         "promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
     ),
     fault(
-        "fit/torch/session.py",
+        "fit/torch/shared_batches.py",
         "        if not mine and not any(self._rows):\n            add_promised_steps(-1)\n",
         "        if not mine and not any(self._rows):\n",
         "promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",

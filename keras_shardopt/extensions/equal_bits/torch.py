@@ -49,9 +49,9 @@ def in_parts(
 ) -> Any:
     """Run Keras's step (`real`) on each of this rank's parts of a batch. Return the logs of the whole batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
-    cross_shard, given = session.cross_shard, int(num_rows(data))
-    mine, session.mine = (given if ranks is None else session.mine or 0), None
-    all_rows = given if ranks is None else session.all_rows()
+    batches, cross_shard, given = session.batches, session.cross_shards[0], int(num_rows(data))
+    mine, batches.mine = (given if ranks is None else batches.mine or 0), None
+    all_rows = given if ranks is None else batches.all_rows()
     own, tree = parts_of_replica(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
     _warn_of_compiling(model, kept)
@@ -93,9 +93,9 @@ def in_parts(
     if trains:
         kept.changed_weights, kept.on_loss = weights.variables, None
     session.last_rows = mine
-    session.confirm()
-    session.shares_logs = False  # `logs` are already those of all ranks
-    everyones = [given] if ranks is None else session.rows()
+    batches.confirm()
+    batches.shares_logs = False  # `logs` are already those of all ranks
+    everyones = [given] if ranks is None else batches.rows()
     counts = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
     is_skipped = trains and _is_skipped(cross_shard, updates)
     state.settle(tree.total(changes), sum(count > 0 for count in counts), is_skipped)
@@ -162,7 +162,7 @@ class PartsStep(TrainStep):
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run Keras's step (`real`) on each of this rank's parts of the batch; if this rank runs alone, on all rows."""
         session = self._session
-        if session.ranks is not None and session.mine is None:
+        if session.ranks is not None and session.batches.mine is None:
             return super().run(real, data, trains)
         share_losses(session.model)
         return in_parts(session, self._kept, real, data, self.num_parts, trains)

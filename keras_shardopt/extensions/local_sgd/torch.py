@@ -34,7 +34,7 @@ class LocalStep(TrainStep):
     def end_epoch(self, is_call: bool) -> None:
         """Average the buffers of `torch.nn` modules over ranks. In `fit` (`is_call`), also assign mean weights."""
         if is_call:
-            self._session.before_reading(self._session)
+            self._session.before_reading()
         average(buffers_of(self._session.model), self._session.ranks)
 
     def settle(self) -> None:

@@ -3,8 +3,7 @@
 Private names of Keras touched here (a test checks that each exists):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - the iterator of `fit` and `evaluate`.
-    `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset` - its batches, and the beginning and
-        the end of an epoch.
+    `JAXEpochIterator._get_iterator`, `EpochIterator.reset` - its batches, and the end of an epoch.
     `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - the
         source of batches.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - the list of batches
@@ -32,15 +31,14 @@ from keras_shardopt.backends.jax.communicator import num_batch_shards
 from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, announce, gather_objects
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
+from keras_shardopt.backends.models import is_prepared, layers_of
 from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
-from keras_shardopt.data.split_data import is_split
-from keras_shardopt.fit.calls import num_rows, warn_of_unequal_start
+from keras_shardopt.fit.calls import num_rows
+from keras_shardopt.fit.equal_start import optimizer_state, start_equal
 from keras_shardopt.fit.shared_epoch import NEXT_BATCH, SharedEpoch
-from keras_shardopt.fit.sharing import sharing_of
+from keras_shardopt.fit.sharing import takes_whole
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.numerics import Tensor
-from keras_shardopt.wrapping.chain import shared_variables
 
 _ALLOWS_UNEVEN = "_keras_shardopt_allows_uneven"
 SPLITS_SEPARATE_PART = "_keras_shardopt_splits_own_part"
@@ -247,12 +245,13 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         data = (x, kwargs.get("y"), kwargs.get("sample_weight"))
         self._is_together = is_together()
         self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
-        self._is_whole = self._is_together and _takes_whole(model, *data)
+        self._is_whole = self._is_together and model is not None and is_prepared(model)
+        self._is_whole = self._is_whole and takes_whole(model, data, vars(model).get(SPLITS_SEPARATE_PART, False))
         self._is_separate = self._is_together and not self._is_whole
         self._pads = False
         self._draws = SharedDraws(self._is_whole)
         if self._is_together:
-            self._check_kind(data, is_meant=not self._trains or model is None or sharing_of(model).auto_shard)
+            self._check_kind(data)
         with self._draws.drawing(hasattr(x, "__next__")):
             super().__init__(x, *args, **kwargs)  # Keras reads the first batches of a generator here
         # Keras builds the model from the first batch, so do not pad that batch. `reset` sets `_pads` for later batches.
@@ -260,24 +259,17 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         self._pads = "y" not in kwargs and self._can_pad and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
-        # An `ArrayDataAdapter` shuffles when `parts` reads its first batch, so `__next__` draws no random numbers.
+        # An `ArrayDataAdapter` shuffles when `parts` reads its first batch.
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = SharedDraws(is_shared=False)
         self._check_sizes()
         self._agree_on_length()
 
-    def __iter__(self) -> Any:
-        if self._is_together and self._trains and is_prepared(self._model):
-            _start_equal(self._model)  # compare again: callbacks may have changed values on one process only
-        self._draws.forget()
-        return super().__iter__()
-
-    def __next__(self) -> Any:
-        if self._has_arrays:
-            return super().__next__()
-        with self._draws.drawing():
-            return super().__next__()
+    def _start_equal(self) -> None:
+        if self._is_together and is_prepared(self._model):
+            variables, state = list(self._model.variables), optimizer_state(self._model)
+            start_equal([*variables, *state], announce, lambda _: placement.broadcast_state(variables, state))
 
     def _check_sizes(self) -> None:
         """Raise ValueError for invalid batch sizes, before Keras moves the weights out of the model's variables."""
@@ -296,10 +288,8 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         return is_single and self._model is not None and is_prepared(self._model)
 
     def reset(self) -> None:
-        """Prepare the next epoch, with batches drawn in the same order on all processes."""
-        with self._draws.drawing(not self._has_arrays):
-            super().reset()
-        self._agree_on_length()
+        """Prepare the next epoch. Its batches can be padded, because the model is built."""
+        super().reset()
         self._pads = self._can_pad
 
     def _get_iterator(self) -> Iterator[Any]:
@@ -333,30 +323,3 @@ class EpochIterator(SharedEpoch, _KerasEpochIterator):  # type: ignore[misc, val
         distribution = keras.distribution.distribution()
         for batch in self._whole_batches(iter(self.data_adapter.get_jax_iterator())):
             yield self._place(batch, distribution)
-
-
-def _takes_whole(model: Any, *data: Any) -> bool:
-    """Whether all processes pass the same `data`, and each uses its rows of every batch."""
-    if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
-        return False
-    return not vars(model).get(SPLITS_SEPARATE_PART, False) and not is_split(*data)
-
-
-def _start_equal(model: Any) -> None:
-    """Make the values of model and optimizers equal on all processes. If values differ, all take those of process 0."""
-    variables, state = list(model.variables), state_of(model)
-    # If the numbers of variables differ, a process has not built its model. Return, because the optimizer raises later.
-    counts = announce("compares the values of a prepared model", len(variables) + len(state))
-    if len(set(counts)) > 1 or not variables:
-        return
-    prints = placement.fingerprints([*variables, *state])
-    differs = (prints != prints[0]).any(axis=0)
-    if differs.any():
-        warn_of_unequal_start([v.path for v, each in zip([*variables, *state], differs) if each])
-        placement.broadcast_state(variables, state)
-
-
-def state_of(model: Any) -> list[Any]:
-    """Return the variables of the model's optimizers that must be equal on all replicas."""
-    optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
-    return [variable for optimizer in optimizers for variable in shared_variables(optimizer)]

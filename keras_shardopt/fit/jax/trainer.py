@@ -33,8 +33,8 @@ from keras_shardopt.backends.jax.processes import announce, naming_lost_processe
 from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
 from keras_shardopt.backends.patches import install
 from keras_shardopt.data.shared_draws import count_call
-from keras_shardopt.data.split_data import is_split
-from keras_shardopt.fit.calls import call_silently, refuse_groups
+from keras_shardopt.fit.calls import call_printing, refuse_groups
+from keras_shardopt.fit.equal_start import optimizer_state
 from keras_shardopt.fit.jax.batches import (
     SPLITS_SEPARATE_PART,
     EpochIterator,
@@ -44,12 +44,11 @@ from keras_shardopt.fit.jax.batches import (
     is_together,
     on_devices,
     padding_batches,
-    state_of,
     valid_rows,
 )
 from keras_shardopt.fit.jax.step import step_of
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
-from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
+from keras_shardopt.fit.sharing import gathers_rows, splits_separate_part
 
 
 def prepare(model: Any) -> None:
@@ -99,10 +98,7 @@ class PreparedOnJax(PreparedModel):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict all rows on each process if all pass the same data. Otherwise run Keras's method, which may raise."""
-        x = kwargs.get("x", args[0] if args else None)
-        sharing = sharing_of(self)
-        is_together = sharing.gather and sharing.auto_shard and not is_split(x)
-        with predicting_together() if is_together else contextlib.nullcontext():
+        with predicting_together() if gathers_rows(self, args, kwargs) else contextlib.nullcontext():
             return _call(self, super().predict, *args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +208,7 @@ def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     allow_uneven()  # the distribution may have been set after `prepare`
     try:
         with naming_lost_processes():
-            return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+            return call_printing(jax.process_index() == 0, real, *args, **kwargs)
     except BaseException:
         _put_back(model)
         raise
@@ -222,7 +218,7 @@ def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def _let_assign_alone(model: Any) -> None:
     if jax.process_count() > 1:
-        allow_local_assignment([*model.variables, *state_of(model)])
+        allow_local_assignment([*model.variables, *optimizer_state(model)])
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ from keras_shardopt.backends.models import has_built_in_step, is_prepared, mix_i
 from keras_shardopt.backends.tensorflow.placement import check_mirrored, mirror, move_into_strategy, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
+from keras_shardopt.fit.batch_logs import BatchLogs
+from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers

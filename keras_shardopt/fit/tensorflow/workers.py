@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,9 +28,8 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
-from keras_shardopt.backends.tensorflow.placement import placement, reading_is_collective
+from keras_shardopt.backends.tensorflow.placement import reading_is_collective
 from keras_shardopt.backends.tensorflow.processes import (
     announce,
     gather_objects,
@@ -38,13 +39,12 @@ from keras_shardopt.backends.tensorflow.processes import (
     processes,
 )
 from keras_shardopt.data.shared_draws import SharedDraws, count_call, wait_for_batch_order
-from keras_shardopt.data.split_data import is_split
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.fit.calls import call_silently, num_rows, warn_of_unequal_start
+from keras_shardopt.fit.calls import call_printing, num_rows
+from keras_shardopt.fit.equal_start import optimizer_state, start_equal
 from keras_shardopt.fit.shared_epoch import NEXT_BATCH, SharedEpoch
-from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
+from keras_shardopt.fit.sharing import gathers_rows, splits_separate_part, takes_whole
 from keras_shardopt.fit.tensorflow.batches import common_spec, is_packed, packed, rows_from, spec_of
-from keras_shardopt.wrapping.chain import shared_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _splits_logs(strategy: tf.distribute.Strategy) -> bool:
 def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
     """In this block, all workers run the method `name`. Yield a function that calls it, and prints on worker 0 only."""
     if not are_several(model):
-        yield lambda real, *args, **kwargs: real(*args, **kwargs)
+        yield functools.partial(call_printing, True)
         return
-    gathers = name == "predict" and _gathers(model, *args, **kwargs)
+    gathers = name == "predict" and gathers_rows(model, args, kwargs)
     if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
         object.__setattr__(model, _GATHERS, gathers)
         model.predict_function = None  # drop it, because it was traced for the previous value of `gathers`
@@ -103,16 +103,10 @@ def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callab
         with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
             if not call.is_alone:
                 announce(f"calls `{name}` of a prepared model")
-            yield call_silently if processes.process()[1] > 0 else lambda real, *args, **kwargs: real(*args, **kwargs)
+            yield functools.partial(call_printing, processes.process()[1] == 0)
     finally:
         _running.reset(token)
         count_call()
-
-
-def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
-    del args, kwargs
-    sharing = sharing_of(model)
-    return sharing.gather and sharing.auto_shard and not is_split(x)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -141,16 +135,16 @@ class WorkersIterator(SharedEpoch, tensorflow_trainer.TFEpochIterator):
     ) -> None:
         call = _running.get()
         assert call is not None
-        self._call, self._strategy, data = call, distribute_strategy, (x, y, sample_weight)
+        self._call, self._model = call, call.model
+        self._strategy, data = distribute_strategy, (x, y, sample_weight)
         self._first, self._num_local = local_replicas(distribute_strategy)
         self._trains = "class_weight" in kwargs  # Keras passes it, even as None, only for training
-        auto_shard = sharing_of(call.model).auto_shard
-        is_part = call.splits_separate_part or is_split(*data) or isinstance(x, tf.distribute.DistributedDataset)
-        self._is_whole = auto_shard and not call.is_alone and not is_part
+        is_together = not (call.is_alone or isinstance(x, tf.distribute.DistributedDataset))
+        self._is_whole = is_together and takes_whole(self._model, data, call.splits_separate_part)
         self._draws = SharedDraws(self._is_whole)
         self._last: Any = None
         if not call.is_alone:
-            self._check_kind(data, is_meant=auto_shard or not self._trains)
+            self._check_kind(data)
         if self._is_whole and self._trains:
             _share_seed()
         with self._draws.drawing():  # Keras reads the first batches of a generator here
@@ -164,21 +158,10 @@ class WorkersIterator(SharedEpoch, tensorflow_trainer.TFEpochIterator):
             self._spec = common_spec(gather_objects(self._spec, "compares the kinds of its tensors"))
         self._agree_on_length()
 
-    def __iter__(self) -> Any:
-        if self._trains:
-            _start_equal(self._call.model)  # compare again: callbacks may have changed values on one worker only
-        self._draws.forget()
-        return super().__iter__()
-
-    def __next__(self) -> Any:
-        with self._draws.drawing():
-            return super().__next__()
-
-    def reset(self) -> None:
-        """Prepare the next epoch, with batches drawn in the same order on all workers."""
-        with self._draws.drawing():
-            super().reset()
-        self._agree_on_length()
+    def _start_equal(self) -> None:
+        variables = [*self._model.variables, *optimizer_state(self._model)]
+        variables = [v for v in variables if not reading_is_collective([v])]
+        start_equal(variables, announce, _take_from_worker_0)
 
     def _get_iterator(self) -> Any:
         if self._is_divided:
@@ -204,17 +187,21 @@ class WorkersIterator(SharedEpoch, tensorflow_trainer.TFEpochIterator):
     def _rows_of(self, batch: Any) -> Any:
         """Return this worker's rows of a batch that all workers load whole."""
         rows = rows_of_parts(int(num_rows(batch)), self._strategy.num_replicas_in_sync)
-        return self._packed(batch, rows[: self._first], rows[self._first : self._first + self._num_local])
+        return self._packed(batch, rows[self._first : self._first + self._num_local], start=sum(rows[: self._first]))
 
     def _divided(self, batch: Any) -> Any:
         rows = 0 if batch is None else int(num_rows(batch))
-        return self._packed(batch, [], rows_of_parts(rows, self._num_local))
+        return self._packed(batch, rows_of_parts(rows, self._num_local))
 
-    def _packed(self, batch: Any, before: list[int], rows: list[int]) -> Any:
+    def _packed(self, batch: Any, rows: list[int], start: int = 0) -> Any:
         batch = self._last = _tensors_of(self._spec, self._last if batch is None else batch)
-        starts = [sum(before) + sum(rows[:i]) for i in range(len(rows))]
-        parts = [rows_from(batch, start, start + number) for start, number in zip(starts, rows)]
-        return packed(self._strategy, parts, self._spec)
+        return _packed_parts(self._strategy, batch, rows, self._spec, start)
+
+
+def _packed_parts(strategy: Any, batch: Any, rows: list[int], spec: Any, start: int = 0) -> Any:
+    """Pack a batch for the replicas of this worker: `rows[i]` rows for replica i, beginning with row `start`."""
+    bounds = itertools.accumulate(rows, initial=start)
+    return packed(strategy, [rows_from(batch, begin, end) for begin, end in itertools.pairwise(bounds)], spec)
 
 
 def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
@@ -226,10 +213,15 @@ def packed_batches(model: Any, iterator: Any) -> Iterator[Any]:
             spec = common_spec(gather_objects(spec_of(batch), "gives a batch"))
             _, num_local = local_replicas(model.distribute_strategy)
             rows = rows_of_parts(int(num_rows(batch)), num_local)
-            starts = [sum(rows[:i]) for i in range(num_local)]
-            parts = [rows_from(batch, start, start + number) for start, number in zip(starts, rows)]
-            batch = packed(model.distribute_strategy, parts, spec)
+            batch = _packed_parts(model.distribute_strategy, batch, rows, spec)
         yield batch
+
+
+def _take_from_worker_0(variables: list[Any]) -> None:
+    is_first = processes.process()[1] == 0
+    values = [keras.ops.convert_to_numpy(v) for v in variables] if is_first else None
+    for variable, value in zip(variables, gather_objects(values, "takes the values of worker 0")[0]):
+        variable.assign(value)
 
 
 def _tensors_of(spec: Any, batch: Any) -> Any:
@@ -303,26 +295,3 @@ def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
     # these replicas returns the rows.
     is_first = tf.equal(context.replica_id_in_sync_group, local_replicas(strategy)[0])
     return keras.tree.map_structure(lambda rows: rows[: tf.where(is_first, tf.shape(rows)[0], 0)], outputs)
-
-
-# -- an equal start ----------------------------------------------------------------------------------------------------
-
-
-def _start_equal(model: Any) -> None:
-    """Make the values of model and optimizers equal on all workers. If values differ, all take those of worker 0."""
-    optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
-    state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
-    variables = [v for v in [*model.variables, *state] if not reading_is_collective([v])]
-    counts = announce("compares the values of a prepared model", len(variables))
-    if len(set(counts)) > 1 or not variables:
-        return
-    prints = placement.fingerprints(variables)
-    differing = [v for v, each in zip(variables, (prints != prints[0]).any(axis=0)) if each]
-    if differing:
-        is_first = processes.process()[1] == 0
-        values = [keras.ops.convert_to_numpy(v) for v in differing] if is_first else None
-        values = gather_objects(values, "takes the values of worker 0")[0]
-        if is_first:
-            warn_of_unequal_start([v.path for v in differing])
-        for variable, value in zip(differing, values):
-            variable.assign(value)

@@ -30,7 +30,9 @@ from keras_shardopt.data.shared_draws import SharedDraws, wait_for_batch_order
 from keras_shardopt.data.split_data import is_from_shard_data
 from keras_shardopt.data.torch_loader import set_epoch
 from keras_shardopt.data.whole_batches import first_rows
-from keras_shardopt.fit.torch.session import SESSION, Phase, Session, running
+from keras_shardopt.fit.sharing import takes_whole
+from keras_shardopt.fit.torch.session import SESSION, Session, running
+from keras_shardopt.fit.torch.shared_batches import Phase
 
 KerasEpochIterator = torch_trainer.TorchEpochIterator
 
@@ -42,22 +44,20 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         # Keras does not pass the model. A callback can run another model than the running `fit`, so find the caller.
         self._model = caller_instance()
         session = self._session()
-        self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = session is not None and (
-            session.splits_separate_part or is_from_shard_data(x, y, sample_weight)
-        )
-        self._is_compared = False
-        self._first: Any = None if session is None else first_rows((x, y))
+        is_split = session is not None and session.splits_separate_part
+        self._is_whole = session is not None and takes_whole(self._model, (x, y, sample_weight), is_split)
+        self._is_marked = session is not None and (is_split or is_from_shard_data(x, y, sample_weight))
         self._shuffle = kwargs.get("shuffle", False)
         self._draws = SharedDraws(self._is_whole)
-        comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
-        if comparing is not None and self._first is None:
+        comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session.batches
+        first = None if comparing is None else first_rows((x, y))
+        self._is_compared = first is not None
+        if comparing is not None and first is None:
             comparing.compare(self._is_whole)  # before random draws, in which only ranks with the whole data take part
         with self._draws.drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator here
             super().__init__(x, y, sample_weight, *args, **kwargs)
-        if comparing is not None and self._first is not None:
-            self._is_compared = True
-            comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
+        if comparing is not None and first is not None:
+            comparing.compare(self._is_whole, first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             wait_for_batch_order(self.data_adapter)
         # Keras moves whole batches of arrays to its device, but ranks compare some values of each batch on the host. So
@@ -83,7 +83,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         if session is not None and session.call is Phase.TRAIN_BATCH:
             session.has_started = False  # compare values again: callbacks may have changed some on one rank only
         if session is not None:
-            session.begin_epoch()
+            session.batches.begin_epoch()
         self._draws.forget()
         return super().__iter__()
 
@@ -152,13 +152,13 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
                 raise StopIteration  # do not communicate: `end_epoch` compares the numbers of batches of all ranks
         if not self._is_compared:
             self._is_compared = True
-            session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
+            session.batches.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
-            data = session.next_part(batches[0], phase, self._step, self._num_equal())
+            data = session.batches.next_part(batches[0], phase, self._step, self._num_equal())
             if self._divides_on_host:
                 data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # move to Keras's device
         else:
-            data = session.next_batch(batches[0], phase, self._num_equal())
+            data = session.batches.next_batch(batches[0], phase, self._num_equal())
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]

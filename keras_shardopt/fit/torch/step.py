@@ -59,22 +59,22 @@ class TrainStep:
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Run `real`, the step of Keras, on this rank's rows `data`. Return the logs."""
         session = self._session
-        ranks, mine = session.ranks, session.mine
-        if ranks is None or mine is None:
+        ranks, batches = session.ranks, session.batches
+        if ranks is None or batches.mine is None:
             return real(data)
-        session.mine = None
+        mine, batches.mine = batches.mine, None
         if trains:
             set_replica_statistics(session.model, True)
         share_losses(session.model)
         metrics = [] if mine else _with_values(_counted_metrics(session.model))
         self._statistics = [] if mine else _with_values(_own_statistics(session.model))
         rows_here = mine or num_rows(data)
-        with batch_shared(BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=rows_here)):
+        with batch_shared(BatchShare(mine, batches.all_rows(), ranks, ends_early=not mine, rows_here=rows_here)):
             logs = real(data)
         _assign(metrics)
         self.restore_statistics()
         session.last_rows = mine
-        session.confirm()
+        batches.confirm()
         return session.logs_of_all(logs)
 
     def after_loss(self) -> None:

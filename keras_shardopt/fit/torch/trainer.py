@@ -35,10 +35,12 @@ from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import count_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
-from keras_shardopt.fit.calls import call_silently, num_rows
+from keras_shardopt.fit.calls import call_printing, num_rows
 from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_separate_part
-from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
+from keras_shardopt.fit.torch.results import mean_logs, metrics_of_all, rows_of_all
+from keras_shardopt.fit.torch.session import SESSION, Session, run_of, running, session_of
+from keras_shardopt.fit.torch.shared_batches import Phase, exchange
 from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
 
@@ -62,12 +64,12 @@ class PreparedOnTorch(PreparedModel):
         finally:
             session.logs.is_fitting = session.splits_separate_part = False
         if session.ranks is not None:
-            session.exchange(Phase.END_OF_FIT)
+            exchange(Phase.END_OF_FIT)
         return history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        session.before_reading(session)
+        session.before_reading()
         with separate_logs(self):
             return _run(session, session, Phase.TEST_BATCH, super().evaluate, *args, **kwargs)
 
@@ -75,7 +77,8 @@ class PreparedOnTorch(PreparedModel):
         """Predict all rows on all ranks together, or on this rank only if `auto_shard` or `gather` is False."""
         session, sharing = session_of(self), sharing_of(self)
         together = session if sharing.gather and sharing.auto_shard else None
-        session.before_reading(together)
+        if together is not None:
+            session.before_reading()
         return _run(session, together, Phase.PREDICT_BATCH, super().predict, *args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +86,7 @@ class PreparedOnTorch(PreparedModel):
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        session.before_reading(session)
+        session.before_reading()
         return _on_batch(self, super().test_on_batch, Phase.TEST_BATCH, *args, **kwargs)
 
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +98,7 @@ class PreparedOnTorch(PreparedModel):
         if session.ranks is None:
             step = session.step
             return step.run(real, data, trains=True) if step.runs_alone else real(data)
-        session.check_reduces()
-        if session.mine is not None and not session.has_started:
-            session.confirm()
-            session.start_equal()
-        session.begin_step()
+        session.before_step()
         logs = _step(session, real, data, trains=True)
         session.check_unused()
         return logs
@@ -112,16 +111,16 @@ class PreparedOnTorch(PreparedModel):
     def predict_step(self, data: Any) -> Any:
         """Predict this rank's rows of a batch, and return the predictions of all ranks."""
         session = session_of(self)
-        outputs = super().predict_step(data)
-        if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
+        ranks, batches, outputs = session.ranks, session.batches, super().predict_step(data)
+        if ranks is None or batches.mine is None or session.call is not Phase.PREDICT_BATCH:
             return outputs
-        session.mine = None
-        return session.rows_of_all(outputs, session.rows())
+        batches.mine = None
+        return rows_of_all(ranks, outputs, batches.rows())
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss once all ranks are in the same step, because losses exchange tensors between ranks."""
         session = session_of(self)
-        session.confirm()
+        session.batches.confirm()
         loss = super().compute_loss(*args, **kwargs)
         session.step.after_loss()
         return loss
@@ -134,8 +133,7 @@ class PreparedOnTorch(PreparedModel):
         try:
             real(iterator=_RaisesWhenRead())
         except _IsUnbuilt:
-            batch = iterator.first_batch()
-            batch = session.any_batch(batch)
+            batch = session.batches.any_batch(iterator.first_batch())
             real(data_batch=_first_part(session, batch) if iterator._is_whole else batch)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
@@ -144,7 +142,7 @@ class PreparedOnTorch(PreparedModel):
         ranks, logs = session.ranks, logs_of_epoch(self, logs)
         if ranks is None or running.get() is not session:
             return real(logs)
-        session.end_epoch()
+        session.batches.end_epoch()
         if session.step.logs_are_global:  # each step has already aggregated the logs over ranks
             session.logs.forget()
             return pythonify_logs(real(logs))
@@ -154,7 +152,7 @@ class PreparedOnTorch(PreparedModel):
         # A metric can return its variable itself. `metrics_of_all` restores the variable, so convert to numbers before.
         result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
         session.logs.forget()
-        return session.mean_logs(logs) if result is None else result
+        return mean_logs(self, ranks, logs, session.last_rows) if result is None else result
 
     def _initialize_ddp(self) -> None:
         """Skip DDP: it would average gradients before `CrossShard`, which needs those of each rank."""
@@ -184,7 +182,7 @@ def _run(
             if call is Phase.TRAIN_BATCH:
                 session.step.begin_fit()
             prints = session.ranks is None or session.ranks.replica_id == 0
-            return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
+            return call_printing(prints, real, *args, **kwargs)
         except BaseException as error:
             if together is not None:
                 note_error(f"{type(error).__name__}: {error}")
@@ -248,7 +246,7 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **
             return real(**arguments, return_dict=return_dict)
     batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
     with session.inner_call(), _one_by_one(model):
-        batch = session.next_batch(batch, phase)
+        batch = session.batches.next_batch(batch, phase)
         if batch is None:
             raise ValueError("`x` is empty on every rank. Pass a batch with rows on at least one rank.")
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import keras_shardopt as ks
 from keras_shardopt.backends.torch import process_group, processes
-from keras_shardopt.fit.torch import batches, session
+from keras_shardopt.fit.torch import batches, equal_start, shared_batches
 
 NUM_RANKS, WARM_UP, NUM_STEPS = int(sys.argv[3]), 3, 4
 
@@ -191,10 +191,11 @@ def main(result):
     CallbackList._async_dispatch = lambda self, function, *args: None
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
     process_group._announce = on_host(process_group._announce)
-    for module in (session, process_group, processes):
+    for module in (equal_start, process_group, processes):
         module.gather_objects = on_host(process_group.gather_objects)
     batches.EpochIterator._pull = on_host(batches.EpochIterator._pull)
-    session.Session.next_part = on_host(session.Session.next_part)
+    shared = shared_batches.SharedBatches
+    shared.next_part = on_host(shared.next_part)
     FakeTensor.numpy = zeros
     found = {}
     for name, around in ALL.items():

@@ -26,7 +26,7 @@ from support.checks import check, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.models import is_prepared
-from keras_shardopt.fit import callbacks as fit_callbacks
+from keras_shardopt.fit import batch_logs
 
 warnings.filterwarnings("ignore")
 NUM_ROWS, ROWS_OF_RANK = 61, 5
@@ -219,16 +219,16 @@ def nobody_pays_for_logs_that_nobody_looks_at(scope):
     reading = [keras.callbacks.TerminateOnNaN()]
     blind = [ks.callbacks.CheckReplicas(every=1000), keras.callbacks.EarlyStopping("loss")]
     real = dist.all_reduce
-    before = fit_callbacks.BAR_SECONDS
+    before = batch_logs.BAR_SECONDS
     for callbacks, bar_seconds in (([], None), (blind, None), (reading, None), ([], 1e9), ([], 0.0)):
         model, sent = compiled(scope), []
-        fit_callbacks.BAR_SECONDS = bar_seconds or 0.0
+        batch_logs.BAR_SECONDS = bar_seconds or 0.0
         dist.all_reduce = lambda *args, sent=sent, **more: (sent.append(1), real(*args, **more))[1]
         with contextlib.redirect_stdout(io.StringIO()):
             fit(model, epochs=1, callbacks=callbacks, verbose=int(bar_seconds is not None))
         dist.all_reduce = real
         counts.append(len(sent))
-    fit_callbacks.BAR_SECONDS = before
+    batch_logs.BAR_SECONDS = before
     num_batches = -(-NUM_ROWS // BATCH_SIZE)
     more = [count - counts[0] for count in counts]
     assert more == [0, 0, num_batches, 1, num_batches], (counts, num_batches)

@@ -21,7 +21,7 @@ from support.launch import patient
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import process_group as torch_group
-from keras_shardopt.fit import callbacks as fit_callbacks
+from keras_shardopt.fit import batch_logs
 from keras_shardopt.fit.scope import largest_difference
 
 warnings.filterwarnings("ignore")
@@ -407,7 +407,7 @@ def main():
         torch_group.ANSWER_SECONDS = 5.0
         with ks.data_parallel(timeout=3, prepare=False) as scope:
             passed.append(different_calls(name, scope, usual, other, words, RuntimeError))
-    fit_callbacks._QUIET_SECONDS, torch_group.AWAY_SECONDS = 60.0, 1.5
+    batch_logs._QUIET_SECONDS, torch_group.AWAY_SECONDS = 60.0, 1.5
     for name, (usual, other, words) in CALLS_IN_PROMISED_STEPS.items():
         with ks.data_parallel(prepare=False) as scope:
             passed.append(different_calls(name, scope, usual, other, words, ValueError))

@@ -11,6 +11,7 @@ from support import events, problem
 import keras_shardopt as ks
 from keras_shardopt.backends import phases
 from keras_shardopt.callbacks import slow_ranks, step_report, trace_summary
+from keras_shardopt.callbacks.forward_passes import ForwardPasses
 from keras_shardopt.callbacks.slow_ranks import PHASES, PROBES
 
 COLUMNS = (*PHASES, *PROBES)
@@ -148,7 +149,7 @@ class IsStopped(keras.callbacks.Callback):
         self.report = report
 
     def on_test_begin(self, logs=None):
-        assert self.report not in step_report._profiling
+        assert self.report._trace is not None and self.report._trace not in trace_summary._running
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -374,26 +375,23 @@ class Draws(keras.layers.Layer):
         return keras.random.dropout(inputs, 0.5, seed=self.seed_generator)
 
 
-def reporting(layer):
+def compared(layer):
     model = keras.Sequential([keras.Input((4,)), layer])
     model.compile(ks.CrossShard("sgd"), "mse")
-    report = ks.callbacks.StepReport()
-    report.set_model(model)
-    report._inputs, report._has_compiled_forward = model.inputs, False
-    return report
+    return model, ForwardPasses(model)
 
 
 def test_a_forward_pass_for_comparison_changes_no_seed():
-    report = reporting(draws := Draws())
+    model, passes = compared(draws := Draws())
     before = draws.seed_generator.state.numpy().copy()
-    assert report._seconds_of_forward() > 0
+    assert passes.seconds(model) > 0
     np.testing.assert_array_equal(draws.seed_generator.state.numpy(), before)
 
 
 @pytest.mark.neutral
 def test_a_forward_pass_for_comparison_can_fail(monkeypatch):
-    report = reporting(keras.layers.Dense(1))
-    monkeypatch.setattr(report.model, "predict_on_batch", lambda rows: rows / "no number")
+    model, passes = compared(keras.layers.Dense(1))
+    monkeypatch.setattr(model, "predict_on_batch", lambda rows: rows / "no number")
     with pytest.warns(UserWarning, match="measures no forward passes, because a forward pass failed"):
-        assert report._seconds_of_forward() == 0.0
-    assert report._seconds_of_forward() == 0.0  # without a second warning
+        assert passes.seconds(model) == 0.0
+    assert passes.seconds(model) == 0.0  # without a second warning

@@ -6,8 +6,8 @@ import keras
 import pytest
 
 from keras_shardopt.callbacks import CheckReplicas
-from keras_shardopt.fit import callbacks
-from keras_shardopt.fit.callbacks import BAR_SECONDS, BatchLogs
+from keras_shardopt.fit import batch_logs, callbacks
+from keras_shardopt.fit.batch_logs import BAR_SECONDS, BatchLogs
 
 pytestmark = pytest.mark.neutral
 
@@ -60,7 +60,7 @@ CALLBACKS = {  # how often logs of training batches are read, and those of test 
 def test_logs_are_wanted_as_often_as_callbacks_read_them(name, monkeypatch):
     make, of_training, of_tests = CALLBACKS[name]
     now = [100.0]
-    monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(batch_logs, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     model = types.SimpleNamespace(**{callbacks._CALLBACKS: make()})
 
     for trains, expected in ((True, of_training), (False, of_tests)):

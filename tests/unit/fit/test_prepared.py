@@ -190,9 +190,10 @@ def test_ranks_predict_together_where_they_divide_batches_and_gather(auto_shard,
     model.compile(ks.CrossShard("sgd"), "mse")
     session = session_of(ks.prepare(model, auto_shard=auto_shard, gather=gather))
     looks = []
-    monkeypatch.setattr(session, "before_reading", looks.append)  # local SGD puts the mean of all ranks in place there
+    # Local SGD puts the mean of all ranks in place there.
+    monkeypatch.setattr(session, "before_reading", lambda: looks.append(session))
     model.predict(X, verbose=0)
-    assert looks == [session if auto_shard and gather else None]
+    assert looks == ([session] if auto_shard and gather else [])
 
 
 class Reducing(keras.Model):

@@ -27,7 +27,7 @@ class LastAndAll(keras.metrics.Metric):
 
 
 def test_variables_of_metrics_are_summed_or_averaged_as_they_say():
-    from keras_shardopt.fit.torch.session import metrics_of_all
+    from keras_shardopt.fit.torch.results import metrics_of_all
 
     def work(replicas):
         metric = LastAndAll()
@@ -43,14 +43,13 @@ def test_variables_of_metrics_are_summed_or_averaged_as_they_say():
 
 @pytest.mark.parametrize("rows", [[3, 0, 1], [0, 0, 0]])
 def test_logs_that_are_no_metrics_are_means_over_rows(rows):
-    from keras_shardopt.fit.torch.session import Session
+    from keras_shardopt.fit.torch.results import mean_logs
 
     def work(replicas):
         rank = replicas.replica_id
         model = types.SimpleNamespace(trainable_variables=[keras.Variable([1.0])])
-        session = types.SimpleNamespace(ranks=replicas, last_rows=rows[rank], model=model)
-        assert Session.mean_logs(session, [1.0]) == [1.0]
-        return Session.mean_logs(session, {"loss": [1.0, np.nan, 5.0][rank], "kind": "own"})
+        assert mean_logs(model, replicas, [1.0], rows[rank]) == [1.0]
+        return mean_logs(model, replicas, {"loss": [1.0, np.nan, 5.0][rank], "kind": "own"}, rows[rank])
 
     found = FakeWorld(3).run(work)
     expected = [2.0] * 3 if any(rows) else [1.0, np.nan, 5.0]
@@ -59,13 +58,13 @@ def test_logs_that_are_no_metrics_are_means_over_rows(rows):
 
 
 def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
-    from keras_shardopt.fit.torch import session
+    from keras_shardopt.fit.torch import shared_batches
 
     now, may_promise, owed = [100.0], [True], []
-    monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(session, "can_promise_steps", lambda: may_promise[0])
-    monkeypatch.setattr(session, "add_promised_steps", owed.append)
-    unreported = session._Unreported()
+    monkeypatch.setattr(shared_batches, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(shared_batches, "can_promise_steps", lambda: may_promise[0])
+    monkeypatch.setattr(shared_batches, "add_promised_steps", owed.append)
+    unreported = shared_batches._Unreported()
 
     def promise(num_batches=1, num_alike=1000, seconds=1000.0, seconds_of_one=1.0):
         """After so many batches, of which the last is not promised: what all ranks promise."""
@@ -77,11 +76,11 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
         unreported.reported(found)
         return found
 
-    unreported.reported(session._NOTHING_YET)
+    unreported.reported(shared_batches._NOTHING_YET)
     assert promise() == 0  # of an epoch's first batch nothing is known
     assert promise() == 3
     assert promise(4) == 4 * 3 + 3
-    assert promise(16) == session._MOST_PROMISED - 1
+    assert promise(16) == shared_batches._MOST_PROMISED - 1
     assert promise(32, num_alike=7) == 7
     assert promise(8, num_alike=0) == 0
     assert promise(num_alike=2) == 2
@@ -90,12 +89,12 @@ def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
     assert promise(6) == 0
     assert sum(owed) == 3 + 15 + 31 + 7 + 2 + 5
     unreported.reported(3)
-    unreported.reported(session._NOTHING_YET)  # a new epoch takes back what was promised
+    unreported.reported(shared_batches._NOTHING_YET)  # a new epoch takes back what was promised
     assert owed[-2:] == [3, -3] and not unreported.take_promised()
 
 
 def test_batches_since_the_last_message_are_told_apart():
-    from keras_shardopt.fit.torch.session import _Unreported
+    from keras_shardopt.fit.torch.shared_batches import _Unreported
 
     def mark(*batches):
         unreported = _Unreported()

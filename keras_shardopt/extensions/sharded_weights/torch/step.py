@@ -45,7 +45,7 @@ class ShardedStep(TrainStep):
         found = [stage.weights for stage in DividedWeights.found_in(self._session.cross_shards)]
         divided = [weights for weights in found if weights is not None and weights.is_divided]
         if divided:
-            self._session.confirm()  # now, because ranks already exchange weights in the forward pass
+            self._session.batches.confirm()  # now, because ranks already exchange weights in the forward pass
         for weights in divided:
             weights.gathers.begin_pass(trains)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
