@@ -127,8 +127,9 @@ class WeightsOfOptimizer:
     """
 
     def __init__(self, shards: Any, ranks: Any, prefetch: int) -> None:
-        if not all(shards._may_split[i] for i in shards._owners):
-            whole = [v.path for v, splits in zip(shards.variables, shards._may_split) if not splits]
+        division = shards.division
+        if not all(division.may_split[i] for i in division.owners):
+            whole = [v.path for v, splits in zip(shards.variables, division.may_split) if not splits]
             raise ValueError(
                 "`ShardedWeights` divides each weight, so the optimizer must be element-wise, and weights must have no "
                 f"constraints. Received: weights that only one rank can update: {whole}. Remove `ShardedWeights`."
@@ -139,7 +140,7 @@ class WeightsOfOptimizer:
         parameters = values_of(shards.variables)
         self._buckets = [
             _Bucket(number, self, [parameters[i] for i in bucket.variables], bucket.chunk)
-            for number, bucket in enumerate(shards._buckets)
+            for number, bucket in enumerate(division.buckets)
         ]
         self._places: dict[int, tuple[_Bucket, int]] = {}
         for bucket in self._buckets:
@@ -154,7 +155,7 @@ class WeightsOfOptimizer:
         self._expected: list[_Bucket] = []
         self._recent: list[_Bucket] = []
         self.num_gathers = 0
-        shards.hold(self)
+        shards.holder = self
 
     # -- whole and divided -------------------------------------------------------------------------------------------
 
@@ -207,11 +208,9 @@ class WeightsOfOptimizer:
 
     def _own_pieces(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield each slice (`Piece`) of a weight on this rank, with the part of its bucket's `own` that stores it."""
-        for bucket, made in zip(self._buckets, self._shards._buckets):
-            at = 0
-            for piece in made.pieces[self._rank]:
-                yield piece, bucket.own[at : at + piece.size]
-                at += piece.size
+        for bucket, made in zip(self._buckets, self._shards.division.buckets):
+            for piece, start, stop in made.places(self._rank):
+                yield piece, bucket.own[start:stop]
 
     def before_update(self) -> None:
         """Release gathered buckets. If weights are whole, copy this rank's slices, which the update changes."""
@@ -304,7 +303,7 @@ class WeightsOfOptimizer:
             self._expected = []
             numbers = [number for number, _ in announce("gathers a weight", bucket.number)]
             if len(set(numbers)) > 1:
-                paths = [self._shards.variables[self._shards._buckets[n].variables[0]].path for n in numbers]
+                paths = [self._shards.variables[self._shards.division.buckets[n].variables[0]].path for n in numbers]
                 raise ValueError(
                     "With `ShardedWeights`, all ranks must use the layers in the same order. Received, by rank: the "
                     f"weights {paths}. Remove conditions on the rank or on values from `call`."
