@@ -789,7 +789,7 @@ FAULTS = [
         "unit/checkpoint/test_saving.py::test_what_is_there_stays_without_overwrite",
     ),
     fault(
-        "checkpoint/saving.py",
+        "checkpoint/model_checkpoint.py",
         "wanted = self._should_save_model(epoch, batch, logs, path)",
         "wanted = True",
         "unit/checkpoint/test_saving.py::test_the_callback_decides_as_the_one_of_keras",
@@ -814,8 +814,8 @@ FAULTS = [
     ),
     fault(
         "checkpoint/backup.py",
-        "for path in (self._path, self._previous_path):\n            try:",
-        "for path in (self._previous_path, self._path):\n            try:",
+        "read_newest(self._path, self._previous_path)",
+        "read_newest(self._previous_path, self._path)",
         "promises/test_restart.py::test_the_newest_backup_is_read_first",
     ),
     fault(
