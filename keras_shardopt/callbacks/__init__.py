@@ -9,7 +9,7 @@ from keras_shardopt.callbacks.step_report import StepReport
 from keras_shardopt.callbacks.summaries import TrainingSummaries
 from keras_shardopt.callbacks.throughput import Throughput
 from keras_shardopt.checkpoint.backup import BackupAndRestore
-from keras_shardopt.checkpoint.saving import ModelCheckpoint
+from keras_shardopt.checkpoint.model_checkpoint import ModelCheckpoint
 
 __all__ = [
     "BackupAndRestore",

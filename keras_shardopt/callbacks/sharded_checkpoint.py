@@ -10,7 +10,6 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import stored_parts
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import communicating, from_rank_0, is_chief
 from keras_shardopt.checkpoint.sharded import check_arguments, check_safetensors
 from keras_shardopt.checkpoint.sharded.saves import (
     Save,
@@ -20,6 +19,7 @@ from keras_shardopt.checkpoint.sharded.saves import (
     step_of,
     step_of_model,
 )
+from keras_shardopt.checkpoint.together import communicating, from_rank_0, is_chief
 from keras_shardopt.checkpoint.training_state import extensions_of, is_inside_window
 
 

@@ -23,7 +23,7 @@ from keras_shardopt.callbacks import slow_ranks, trace_summary
 from keras_shardopt.callbacks.forward_passes import ForwardPasses
 from keras_shardopt.callbacks.slow_ranks import OWN, PHASES, PROBES, Slow
 from keras_shardopt.callbacks.trace_summary import StepTrace, end_running_traces
-from keras_shardopt.checkpoint.saving import raising_together
+from keras_shardopt.checkpoint.together import raising_together
 from keras_shardopt.classic.summaries.event_file import checked_log_dir, event_writer
 
 # The backend's functions that time a message to process 0, start the framework's profiler, and read its trace.

@@ -8,12 +8,9 @@ Private names of Keras touched here (a test checks that each exists):
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import json
 import os
-import zipfile
 from typing import Any
 
 import keras
@@ -25,21 +22,15 @@ from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.atomic_file import Unfinished
-from keras_shardopt.checkpoint.saving import (
-    before_reading,
-    check_built,
-    from_rank_0,
-    gather_despite_errors,
-    is_chief,
-    join_gather,
-    raise_together,
-    saved_together,
-)
+from keras_shardopt.checkpoint import backup_file
+from keras_shardopt.checkpoint.gathering import gather_despite_errors, join_gather, saved_together
+from keras_shardopt.checkpoint.saving import check_built
 from keras_shardopt.checkpoint.sharded import check_safetensors, restore_newest
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, delete, delete_abandoned
+from keras_shardopt.checkpoint.together import from_rank_0, is_chief, raise_together
 from keras_shardopt.checkpoint.training_state import (
     REPLICA_STATE,
+    before_reading,
     build_optimizers,
     built_on,
     carried_values,
@@ -161,7 +152,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         header, arrays, problem = None, None, None
         if is_chief():
             try:
-                header, arrays = self._read()
+                header, arrays = backup_file.read_newest(self._path, self._previous_path)
             except Exception as error:
                 problem = _sendable(error)
         header, problem = processes.gather_objects((header, problem))[0]
@@ -271,42 +262,10 @@ class BackupAndRestore(keras.callbacks.Callback):
             "built_on": built_on(model),
             **{f"{name}s": [list(array.shape) for array in arrays] for name, arrays in carried.items()},
         }
-        os.makedirs(self.backup_dir, exist_ok=True)
-        unfinished = Unfinished(self._path)
-        try:
-            with zipfile.ZipFile(unfinished.path, "w") as archive:
-                _Entries(archive)["header"] = np.frombuffer(json.dumps(header).encode(), "uint8")
-                stored = _Entries(archive, "variable")
-                for i, variable in enumerate([*variables, *seed]):
-                    stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                for name, arrays in [*replica_states.items(), *carried.items()]:
-                    entries = _Entries(archive, name)
-                    for i, array in enumerate(arrays):
-                        entries[str(i)] = array
-                for part, name in saved_together(model, is_stored_whole):
-                    part.save_own_variables(_Entries(archive, name))
-            unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
-        finally:
-            unfinished.discard()
-
-    def _read(self) -> tuple[Any, dict[str, list[np.ndarray]] | None]:
-        """Returns the header and arrays of the newest readable backup; (None, None) if none exists."""
-        problem: Exception | None = None
-        for path in (self._path, self._previous_path):
-            try:
-                with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-                    header = json.loads(stored["header"].tobytes())
-                    kinds = collections.Counter(name.rstrip("0123456789") for name in stored.files if name != "header")
-                    arrays = {kind: [stored[f"{kind}{i}"] for i in range(num)] for kind, num in kinds.items()}
-                    return {**header, "path": path, "kinds": sorted(kinds)}, {"variable": [], **arrays}
-            except FileNotFoundError:
-                continue
-            except Exception as error:  # damaged archives raise many kinds of errors
-                words = str(error) or type(error).__name__
-                problem = problem or OSError(f"The backup {path!r} cannot be read: {words}")
-        if problem is not None:
-            raise problem
-        return None, None
+        values = (keras.ops.convert_to_numpy(variable) for variable in [*variables, *seed])
+        previous = self._previous_path if self.double_checkpoint else None
+        arrays = {"variable": values, **replica_states, **carried}
+        backup_file.write(self._path, header, arrays, saved_together(model, is_stored_whole), previous)
 
     def _check_fits(self, header: dict[str, Any]) -> None:
         """Raises ValueError if the backup is of another model or optimizer. All processes must pass the same header."""
@@ -365,25 +324,8 @@ def _of_chief(arrays: list[np.ndarray] | None, i: int) -> np.ndarray:
     return processes.gather_objects(None if arrays is None else arrays[i])[0]
 
 
-class _Entries:
-    """A store that writes arrays to an archive in the format of `numpy.savez`, under names with a common prefix."""
-
-    def __init__(self, archive: zipfile.ZipFile, kind: str = "") -> None:
-        self._archive = archive
-        self._kind = kind
-
-    def __setitem__(self, key: str, array: Any) -> None:
-        with self._archive.open(f"{self._kind}{key}.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array(file, _storable(np.asanyarray(array)), allow_pickle=False)
-
-
 def _skip_epochs(epoch: int) -> None:
     """Sets the epoch counter that seeds the shuffling of arrays in the running `fit`, which resumes at `epoch`."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
     if hasattr(adapter, "_epoch"):
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
-
-
-def _storable(array: np.ndarray) -> np.ndarray:
-    # NumPy's file format has no bfloat16 and float8, but float32 represents their values exactly.
-    return array if array.dtype.kind in "biufc" else array.astype("float32")

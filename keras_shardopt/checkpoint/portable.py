@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable
 from typing import Any
+
+from keras_shardopt.wrapping.configs import replaced
 
 _OURS = "keras_shardopt"
 
@@ -25,23 +26,12 @@ def make_portable(path: str) -> None:
                 if entry.filename == "config.json":
                     after.writestr(entry, json.dumps(replaced(json.loads(before.read(entry)), _portable)))
                 else:
-                    with before.open(entry) as source, after.open(entry, "w", force_zip64=True) as target:
+                    with before.open(entry) as source, after.open(entry, "w") as target:
                         shutil.copyfileobj(source, target, 2**24)
         os.replace(part, path)
     finally:
         if os.path.exists(part):
             os.remove(part)
-
-
-def replaced(config: Any, replace: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return nested JSON with each dict replaced by `replace(dict)`, repeatedly until `replace` changes nothing."""
-    if isinstance(config, list):
-        return [replaced(each, replace) for each in config]
-    if not isinstance(config, dict):
-        return config
-    if (other := replace(config)) is not config:
-        return replaced(other, replace)
-    return {key: replaced(value, replace) for key, value in config.items()}
 
 
 def _portable(config: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from keras.src.random import seed_generator
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import buffers_of, optimizers_of
-from keras_shardopt.checkpoint.saving import saves_collectively
+from keras_shardopt.checkpoint.gathering import saves_collectively
 from keras_shardopt.numerics import Optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.wrapping.chain import shared_variables
@@ -106,6 +106,12 @@ def extensions_of(model: Any) -> list[tuple[Any, str]]:
 def cross_shards_of(model: Any) -> list[Any]:
     """Returns each `CrossShard` (a wrapper that averages gradients) in the optimizers of a model, also nested ones."""
     return [part for optimizer in optimizers_of(model) for part in cross_shards_in(optimizer)]
+
+
+def before_reading(model: Any) -> None:
+    """Assigns the mean over replicas to weights that differ because of local SGD. All processes must call this."""
+    for part in cross_shards_of(model):
+        part.pipeline.before_reading()
 
 
 def is_inside_window(model: Any) -> bool:

@@ -27,15 +27,10 @@ from keras.callbacks import Callback
 
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import is_prepared, mix_in, take_out
-from keras_shardopt.checkpoint.saving import (
-    ModelCheckpoint,
-    is_chief,
-    needs_all,
-    raise_together,
-    raising_together,
-    save_model,
-    save_weights,
-)
+from keras_shardopt.checkpoint.gathering import needs_all
+from keras_shardopt.checkpoint.model_checkpoint import ModelCheckpoint
+from keras_shardopt.checkpoint.saving import save_model, save_weights
+from keras_shardopt.checkpoint.together import is_chief, raise_together, raising_together
 from keras_shardopt.fit.calls import before_reading, cross_shards_in_step
 
 _WRITERS = (

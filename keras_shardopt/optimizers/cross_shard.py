@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 
-from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
 from keras_shardopt.optimizers.made import register_created
@@ -147,7 +147,7 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         self._scope = GradientScope()
         self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
         self.scope_inside.give_to(self._inside)
-        if shard_state and placement.state_sharding != "layout":
+        if options.gives_slices:
             check_can_shard(self)
         self._computed = False
         self._context = StageContext(self)

@@ -83,8 +83,7 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
 def _saved_bytes(optimizer: Any, weights: Any, report: MemoryReport) -> int:
     """Return the bytes that this process copies to save a sharded checkpoint."""
     num_processes, _ = processes.process()
-    shards = optimizer._shards
-    is_divided = shards is not None and num_processes > 1 and not shards.lays_out
-    state = report.held[shards.replica_id] if is_divided else None
+    is_divided = num_processes > 1 and optimizer._holds_slices
+    state = report.held[optimizer._shards.replica_id] if is_divided else None
     shared = sum(size_of(v) * item_size(v) for v in weights) + (report.whole if state is None else 0)
     return (state or 0) + -(-shared // num_processes)

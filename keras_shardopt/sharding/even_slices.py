@@ -8,17 +8,16 @@ state, holds a different slice. So all replicas run the same program with the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from keras import ops
 
-from keras_shardopt.backends import for_backend, stored_parts
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.stored_parts import OwnParts, even_parts
-from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import (
     are_elementwise_inside,
@@ -26,9 +25,8 @@ from keras_shardopt.sharding.separability import (
     holds_weights,
     keep_exclusions,
 )
-from keras_shardopt.sharding.shards import OneProgramShards, flattened
+from keras_shardopt.sharding.shards import OneProgramShards, OneProgramState, flattened, stand_in_for
 from keras_shardopt.update.context import CrossShardProtocol
-from keras_shardopt.wrapping.slots import named_like
 
 # TensorFlow only (otherwise None): makes checkpoints join the slices that a variable's copies on replicas hold.
 _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
@@ -46,7 +44,6 @@ class PaddedShards(OneProgramShards):
         self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
         self._starts_with_weights = False
         placement.outside_strategy(lambda: self._try_out(optimizer))
-        self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
         keep_exclusions(optimizer, self.variables, self.inside)
 
@@ -72,26 +69,30 @@ class PaddedShards(OneProgramShards):
         if i not in self._divided:
             return variable
         # Start with zeros: before each update, each replica assigns its slice of the weights to its copy.
-        arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
         with placement.colocate_with(variable):
-            return named_like(variable, trainable=False, autocast=False, **arguments)
+            return stand_in_for(variable, (self._chunk(i),), "zeros")
+
+    def _chunk(self, i: int) -> int:
+        """Return the number of elements in each replica's slice of a variable, padding included."""
+        return -(-size_of(self.variables[i]) // self.num_replicas)
 
     def bind_state(self, optimizer: CrossShardProtocol) -> None:
-        masters = self._find_slots(optimizer)
+        slots, masters = self._find_slots(optimizer)
+        self.state = _State(self, slots)
         with runtime.init_scope():
             for i, master in masters:
-                placement.assign_replica_values(master, self._rows(i, placement.replica_values(self.variables[i])[0]))
+                placement.assign_replica_values(master, _rows(_value(self.variables[i]), self.num_replicas))
             if self._starts_with_weights:
                 self._start()
-        for variable in filter(self.is_divided, optimizer.inner.variables):
+        for variable in filter(self.state.is_divided, optimizer.inner.variables):
             if _copies is not None:
-                _copies.store_whole(variable, self.stored_shape(variable))
+                _copies.store_whole(variable, self.state.stored_shape(variable))
 
     def _start(self) -> None:
         """Initialize each replica's state from its slices of the weights, before the first update."""
-        values = [placement.replica_values(variable)[0] for variable in self.variables]
+        values = [_value(variable) for variable in self.variables]
         rows = [
-            self._rows(i, array) if i in self._divided else [array] * self.num_replicas
+            _rows(array, self.num_replicas) if i in self._divided else [array] * self.num_replicas
             for i, array in enumerate(values)
         ]
         states = [
@@ -99,29 +100,28 @@ class PaddedShards(OneProgramShards):
             for mine in zip(*rows)
         ]
         for variable, arrays in zip(self._leaf.variables, zip(*states)):
-            if self.is_divided(variable):
+            if self.state.is_divided(variable):
                 placement.assign_replica_values(variable, arrays)
-
-    def _own_slice(self, i: int, whole: Tensor) -> Tensor:
-        return self._slice(i, whole, runtime.communicator(self._axis_name).replica_id)
-
-    def _slice(self, i: int, whole: Tensor, replica_id: Any) -> Tensor:
-        missing = self._chunks[i] * self.num_replicas - size_of(self.variables[i])
-        if missing:
-            whole = ops.concatenate([whole, ops.zeros((missing,), dtype_of(whole))])
-        return ops.reshape(whole, (self.num_replicas, self._chunks[i]))[replica_id]
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
-        for i in self._divided:
-            own = self._slice(i, flattened(self.variables[i]), replicas.replica_id)
-            self.stand_ins[i].assign(own)
-        inner.apply(list(grads), self.inside(variables))
-        given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
-        self._all_gather_weights([i for i in self._divided if i in given], replicas)
+    def _own_slice(self, i: int, grad: Tensor) -> Tensor:
+        whole, replica_id = flattened(grad, self.variables[i]), runtime.communicator(self.axis_name).replica_id
+        return self._slice(i, whole, replica_id)
 
-    def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:
+    def _slice(self, i: int, whole: Tensor, replica_id: Any) -> Tensor:
+        missing = self._chunk(i) * self.num_replicas - size_of(self.variables[i])
+        if missing:
+            whole = ops.concatenate([whole, ops.zeros((missing,), dtype_of(whole))])
+        return ops.reshape(whole, (self.num_replicas, self._chunk(i)))[replica_id]
+
+    def _fill_stand_ins(self) -> None:
+        replica_id = runtime.communicator(self.axis_name).replica_id
+        for i in self._divided:
+            self.stand_ins[i].assign(self._slice(i, flattened(self.variables[i]), replica_id))
+
+    def _assign_from_stand_ins(self, positions: Collection[int]) -> None:
+        replicas = runtime.communicator(self.axis_name)
         for dtype in dict.fromkeys(dtype_of(self.variables[i]) for i in positions):
             alike = [i for i in positions if dtype_of(self.variables[i]) == dtype]
             own = ops.concatenate([ops.convert_to_tensor(self.stand_ins[i]) for i in alike])
@@ -129,49 +129,35 @@ class PaddedShards(OneProgramShards):
             rows = ops.reshape(joined, (self.num_replicas, -1))
             start = 0
             for i in alike:
-                stop = start + self._chunks[i]
-                variable = self.variables[i]
+                stop, variable = start + self._chunk(i), self.variables[i]
                 whole = ops.reshape(rows[:, start:stop], (-1,))[: size_of(variable)]
                 variable.assign(ops.reshape(whole, tuple(variable.shape)))
                 start = stop
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
+        # Training has ended, and this code is outside the replicas: it reads and assigns all of their copies.
         for i in self._divided:
-            placement.assign_replica_values(
-                self.stand_ins[i], self._rows(i, placement.replica_values(self.variables[i])[0])
-            )
+            rows = _rows(_value(self.variables[i]), self.num_replicas)
+            placement.assign_replica_values(self.stand_ins[i], rows)
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
-            self.variables[i].assign(self._joined(i, self.stand_ins[i]))
+            self.variables[i].assign(_joined(self.stand_ins[i], self.variables[i]))
 
-    # -- files ---------------------------------------------------------------------------------------------------
 
-    def _rows(self, i: int, array: Any) -> list[np.ndarray]:
-        """Divide a whole array, padded with zeros, into one slice per replica."""
-        array = np.asarray(array).reshape(-1)
-        rows = np.zeros((self.num_replicas * self._chunks[i],), array.dtype)
-        rows[: array.size] = array
-        return list(rows.reshape(self.num_replicas, self._chunks[i]))
-
-    def _joined(self, i: int, variable: Variable) -> np.ndarray:
-        whole = np.concatenate(placement.replica_values(variable))[: size_of(self.variables[i])]
-        return whole.reshape(tuple(self.variables[i].shape))
+class _State(OneProgramState):
+    """State in the copies of variables: each replica's copy is its slice."""
 
     def stored(self, variable: Variable) -> np.ndarray:
-        if self.is_divided(variable):
-            return self._joined(self._slots[id(variable)], variable)
-        return ops.convert_to_numpy(variable)
+        return _joined(variable, self._weight(variable)) if self.is_divided(variable) else super().stored(variable)
 
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
         return even_parts(self.stored(variable), process)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         if self.is_divided(variable):
-            placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
+            placement.assign_replica_values(variable, _rows(array, self._shards.num_replicas))
         else:
-            stored_parts.assign_stored(variable, array)
-
-    # -- the report ----------------------------------------------------------------------------------------------
+            super().assign_stored(variable, array)
 
     def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
         held = whole = 0
@@ -183,4 +169,22 @@ class PaddedShards(OneProgramShards):
             if not self.is_divided(variable):
                 why = "a scalar" if not len(variable.shape) else "it belongs to no variable that is divided"
                 replicated.append((variable.path, size, why))
-        return MemoryReport([held] * self.num_replicas, whole, replicated)
+        return MemoryReport([held] * self._shards.num_replicas, whole, replicated)
+
+
+def _value(variable: Variable) -> np.ndarray:
+    return placement.replica_values(variable)[0]
+
+
+def _rows(whole: Any, num_replicas: int) -> list[np.ndarray]:
+    """Divide an array, flattened and padded with zeros, into one slice per replica."""
+    flat = np.asarray(whole).reshape(-1)
+    rows = np.zeros((num_replicas, -(-flat.size // num_replicas)), flat.dtype)
+    rows.reshape(-1)[: flat.size] = flat
+    return list(rows)
+
+
+def _joined(slices: Variable, variable: Variable) -> np.ndarray:
+    """Join the slices of all replicas to an array with the shape of `variable`."""
+    whole = np.concatenate(placement.replica_values(slices))[: size_of(variable)]
+    return whole.reshape(tuple(variable.shape))

@@ -76,11 +76,6 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
-    """Return `held`, the bytes of each replica, with `size` added for one replica."""
-    return [(h or 0) + size if r == replica else h for r, h in enumerate(held)]
-
-
 def size_of(variable: Variable) -> int:
     """Return the number of elements of a variable."""
     return int(np.prod(variable.shape))

@@ -22,7 +22,7 @@ from keras import ops
 from keras_shardopt.numerics import Optimizer, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.context import CrossShardProtocol
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
+from keras_shardopt.wrapping.slots import empty_name_scope, full_name, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 # Factors of the trial gradients, one per step. Small and large gradients reach both sides of an optimizer's thresholds.
@@ -210,7 +210,7 @@ class _Probe:
         factors = np.where(np.arange(size) < size // 2, 1.0, 30.0).reshape(shape) * scale
         grads = [(random.normal(size=shape) * factors * s).astype("float32") for s in _SCALES]
         self.variable = variable
-        self.path = str(getattr(variable, "path", variable.name))
+        self.path = full_name(variable)
         self.whole = (variable, values, grads)
         half = size // 2
         parts = [slice(0, half), slice(half, size)] if size > 1 else [slice(0, size)]

@@ -9,6 +9,7 @@ import keras
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
+from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import model_compiled_with
 from keras_shardopt.numerics import Gradients, Variable
@@ -16,16 +17,19 @@ from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.shards import Shards
-from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
+from keras_shardopt.sharding.slices import FlatShards
 from keras_shardopt.wrapping.chain import chain_of, innermost
 from keras_shardopt.wrapping.stored_state import (
-    DividedState,
+    StoredState,
     assign_all,
     build_for_its_model,
     named_store,
-    stored_value,
+    save_all,
 )
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+BARRIER_SECONDS = 60.0
+"""The seconds that a saving replica waits until the other replicas save too."""
 
 _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has only a part of the state that `model.save`, `model.save_weights` and "
@@ -39,6 +43,7 @@ class ShardedState(OptimizerWrapper):
 
     axis_name: str
     shard_state: bool
+    scope_inside: GradientScope
     _shards: Shards | None = None  # None also if JAX shardings divide the state without padding
 
     def _divided(self, variables: Sequence[Variable]) -> Shards | None:
@@ -50,19 +55,36 @@ class ShardedState(OptimizerWrapper):
     def _lays_out_state(self) -> bool:
         return self.shard_state and placement.state_sharding == "layout"
 
+    @property
+    def _holds_slices(self) -> bool:
+        """Whether each replica has only its slices of the state, in separate variables or copies of variables."""
+        return self._shards is not None and not self._lays_out_state
+
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         return list(variables) if self._shards is None else self._shards.inside(variables)
 
     def _inner_is_built(self) -> None:
         if self._shards is not None:
+            self.scope_inside.holds_slices = self._holds_slices
             self._shards.bind_state(self)
-        elif self._lays_out_state:
+        if self._lays_out_state:
             placement.place(self._state, "sharded")
 
-    def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
+    @property
+    def _divided_arrays(self) -> list[Variable]:
+        """The arrays of state that JAX shardings divide among devices."""
+        return [v for v in self._state if len(v.shape)] if self._lays_out_state else []
+
+    def _check_shards(self, comm: Communicator) -> None:
         """Raise ValueError if the state was not divided among these replicas."""
-        if self._shards is not None and not self._shards.lays_out:
-            self._shards.check(comm)
+        if self._shards is not None and self._holds_slices:
+            if comm.num_replicas != self._shards.num_replicas:
+                raise ValueError(
+                    "The number of replicas must not change after the build, because each replica holds a part of the "
+                    f"state. Received: {comm.num_replicas} replicas, and state divided among "
+                    f"{self._shards.num_replicas}. Build the model again, and load a checkpoint. A checkpoint fits any "
+                    "number of replicas."
+                )
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
                 "On JAX, `shard_state=True` cannot be used inside `shard_map` or `pmap`, because each replica has only "
@@ -76,8 +98,7 @@ class ShardedState(OptimizerWrapper):
         if self._shards is None:
             super().update_inner(grads, variables)
         else:
-            comm = runtime.communicator(self.axis_name)
-            runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
+            runtime.no_compile(self._shards.update, self.inner, grads, variables)
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """Set the final values of weights after training. With `use_ema`, the values are averages."""
@@ -88,9 +109,9 @@ class ShardedState(OptimizerWrapper):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        if self._shards is None or self._shards.lays_out:
+        if self._shards is None or not self._holds_slices:
             return []
-        return [v for v in self.inner.variables if self._shards.is_divided(v)]
+        return [v for v in self.inner.variables if self._shards.state.is_divided(v)]
 
     @property
     def _state(self) -> list[Variable]:
@@ -100,7 +121,7 @@ class ShardedState(OptimizerWrapper):
 
     def _state_report(self) -> MemoryReport:
         """Return the bytes of optimizer state on each replica."""
-        return laid_out_report(self._state) if self._shards is None else self._shards.memory_report(self._state)
+        return laid_out_report(self._state) if self._shards is None else self._shards.state.memory_report(self._state)
 
     def get_slot(self, variable: Variable, name: str) -> Variable | None:
         """Return the state of that name for a trainable variable.
@@ -108,7 +129,7 @@ class ShardedState(OptimizerWrapper):
         Raises:
             ValueError: if each replica holds only a part of the state.
         """
-        if self._shards is not None and not self._shards.lays_out:
+        if self._holds_slices:
             raise ValueError(
                 "With `shard_state=True` a replica has only the slots of its own slices. "
                 f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
@@ -144,7 +165,7 @@ class ShardedState(OptimizerWrapper):
     def _saving_needs_all_replicas(self) -> bool:
         """Whether processes divide the state, so all of them must take part in saving it."""
         is_laid_out = self._lays_out_state and processes.process()[0] > 1
-        return is_laid_out or (self._shards is not None and not self._shards.lays_out)
+        return is_laid_out or self._holds_slices
 
     def save_own_variables(self, store: Any) -> None:
         """Write the state like the inner optimizer without a wrapper. All replicas must call this if state is divided.
@@ -157,9 +178,7 @@ class ShardedState(OptimizerWrapper):
             super().save_own_variables(store)
             return
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
-        store = named_store(self, store)
-        for i, variable in enumerate(self._inner_state):
-            store[str(i)] = stored_value(self, variable, store)
+        save_all(self, named_store(self, store), self._inner_state)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # Omit the state from a SavedModel, which stores variables unchanged: it would have only one replica's part.
@@ -178,8 +197,8 @@ class ShardedState(OptimizerWrapper):
                 )
 
     @property
-    def _divided_state(self) -> DividedState | None:
-        return super()._divided_state if self._shards is None else self._shards
+    def _stored_state(self) -> StoredState:
+        return super()._stored_state if self._shards is None else self._shards.state
 
     def _load_inner(self, store: Any) -> None:
         if self._shards is None:

@@ -15,7 +15,7 @@ from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.plugs import Place
 from keras_shardopt.update.step import Stage
 from keras_shardopt.wrapping.chain import shown
-from keras_shardopt.wrapping.stored_state import portable
+from keras_shardopt.wrapping.configs import portable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

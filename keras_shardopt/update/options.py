@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.update.extension import Extension, Settings, made
@@ -122,6 +123,11 @@ class CrossShardOptions:
     def speed(self) -> TorchSpeed:
         """The argument `torch`, or its defaults."""
         return self.torch or TorchSpeed()
+
+    @property
+    def gives_slices(self) -> bool:
+        """Whether `commit` and the optimizers inside receive only this replica's slices of gradients."""
+        return self.shard_state and placement.state_sharding != "layout"
 
     @property
     def uses_local_gradients(self) -> bool:

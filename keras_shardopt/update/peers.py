@@ -61,7 +61,7 @@ class Peers:
         optimizer = self._optimizer
         is_loaded, self.is_loaded = self.is_loaded, False
         placement.check(variables, self._leaves, is_loaded, optimizer.shard_state)
-        optimizer._check_shards(variables, comm)
+        optimizer._check_shards(comm)
         self.check(comm)
         if comm.is_spmd or self.started is comm:
             return 1.0

@@ -90,7 +90,7 @@ class Transport:
     """Whether a reduction can give each replica a slice along a dimension (`Step.axes`)."""
 
     early_in_slices: bool = True
-    """Whether slices of gradients (`shard_state=True`) can be sent during the backward pass."""
+    """Whether slices of gradients can be sent during the backward pass."""
 
     buckets: Callable[..., Any] | None = None
     """Creates the buckets that PyTorch sends during the backward pass; None for the default buckets."""

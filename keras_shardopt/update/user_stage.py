@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.numerics import Variable, is_sparse, like_variable
@@ -33,9 +33,8 @@ class UserStage(Stage):
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """Return a wrapper for each stage of the argument `stages`."""
-        in_slices = options.shard_state and placement.state_sharding != "layout"
         whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
-        if in_slices and whole:
+        if options.gives_slices and whole:
             raise ValueError(
                 "With `shard_state=True`, `commit` of a stage receives only this replica's slices of gradients, "
                 f"flattened. Received: stages={whole!r}, without `takes_slices`. Use `shard_state=False`, or set "

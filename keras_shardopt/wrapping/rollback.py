@@ -43,7 +43,7 @@ from keras_shardopt.backends.models import (
 from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
-from keras_shardopt.wrapping.chain import Wrapping, chain_of
+from keras_shardopt.wrapping.chain import Wrapping, chain_of, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 
 
@@ -58,6 +58,7 @@ class Rollback:
         models = models_with(optimizer._trainable_variables)
         self.variables: list[Variable] = changed_by_forward_passes(models)
         """The variables to restore."""
+        self._positions = {id(v): i for i, v in enumerate(self.variables)}
         # The variables that forward passes have assigned so far, and their saved values. A step of `fit` saves all of
         # them at its beginning, because one call is faster than many. Buffers are included from the start, because
         # PyTorch modules assign them without `Variable.assign`.
@@ -104,7 +105,7 @@ class Rollback:
             skipped = ops.logical_and(skipped, window.is_complete)
             before_window = []
             for variable, value in saved:
-                snapshot = self.snapshots[_position(variable, self.variables)]
+                snapshot = self.snapshots[self._positions[id(variable)]]
                 value = ops.where(window.starts, value, ops.convert_to_tensor(snapshot))
                 snapshot.assign(value)
                 before_window.append((variable, value))
@@ -189,13 +190,12 @@ class Rollback:
             counter = position[id(self.accumulators.counter)]
             starts = ops.equal(state[2][counter], 0)
             skipped = ops.logical_and(skipped, ops.equal(after[counter], 0))
-        mine = {id(v): i for i, v in enumerate(self.variables)}
         for i, variable in enumerate(model.non_trainable_variables):
             value = state[1][i]
-            if id(variable) not in mine or value is others[i]:
+            if id(variable) not in self._positions or value is others[i]:
                 continue
             if starts is not None:
-                snapshot = position[id(self.snapshots[mine[id(variable)]])]
+                snapshot = position[id(self.snapshots[self._positions[id(variable)]])]
                 value = after[snapshot] = ops.where(starts, value, state[2][snapshot])
             others[i] = ops.where(skipped, value, others[i])
         return logs, (weights, others, after, metrics)
@@ -220,7 +220,7 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
     Only the outermost wrapper restores variables, so wrappers inside it lose their `Rollback`.
     """
     chain = chain_of(optimizer)
-    wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    wrappers = [part for part in descendants(optimizer) if isinstance(part, Wrapping)]
     made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:
         part._rollback = None
@@ -280,10 +280,6 @@ def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
                     found[id(variable)] = variable
         found |= {id(buffer): buffer for buffer in buffers_of(model)}
     return list(found.values())
-
-
-def _position(variable: Variable, variables: Sequence[Variable]) -> int:
-    return next(i for i, other in enumerate(variables) if other is variable)
 
 
 def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:

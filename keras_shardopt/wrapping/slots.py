@@ -94,6 +94,11 @@ def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tu
             yield sharing[min(occurrence, len(sharing) - 1)], slot.name[len(prefix) :], slot
 
 
+def full_name(variable: Variable) -> str:
+    """Return the path of a variable, or the name if it is not a variable of Keras."""
+    return str(getattr(variable, "path", variable.name))
+
+
 def slot_prefix(variable: Variable) -> str:
     """Return the prefix of the names of a variable's slots."""
     name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
@@ -141,7 +146,7 @@ def empty_name_scope() -> Iterator[None]:
 
 def named_like(variable: Variable, **arguments: Any) -> Variable:
     """Return a new variable with the path and the name of `variable`."""
-    *scopes, name = str(getattr(variable, "path", variable.name)).split("/")
+    *scopes, name = full_name(variable).split("/")
     with contextlib.ExitStack() as stack:
         stack.enter_context(empty_name_scope())
         for scope in scopes:

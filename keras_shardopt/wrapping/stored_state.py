@@ -6,7 +6,6 @@ between `Adam()` and a wrapper around it. The wrappers' own state is in a separa
 Private names of Keras touched here (a test checks that each exists):
     `H5IOStore._h5_entry_group` - the group of an HDF5 file that contains an optimizer's arrays.
     `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - an object that the saver stores in a separate group.
-    `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
 """
 
 from __future__ import annotations
@@ -28,28 +27,30 @@ from keras_shardopt.backends.stored_parts import OwnParts
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
-from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
+from keras_shardopt.wrapping.slots import full_name, without_counters, without_digits, without_numbers
 
 # JAX only (otherwise None): reads an array that is divided among processes.
 _parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
-_TORCH_MODULE = "keras.src.backend.torch.optimizers."
 
-
-class DividedState(Protocol):
-    """An optimizer's state, divided among replicas, with methods that save and load the state."""
+class StoredState:
+    """The state of optimizers in files. Each process has whole variables; subclasses are for divided ones."""
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
         """Return the undivided shape of a state variable; None if only another replica holds its values."""
+        return tuple(variable.shape)
 
     def stored(self, variable: Variable) -> np.ndarray:
         """Return the undivided value of a state variable. All replicas must call this together."""
+        return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
     def own_parts(self, variable: Variable, process: tuple[int, int]) -> OwnParts:
         """Return the parts of a state variable that this process saves in a sharded checkpoint."""
+        return stored_parts.own_parts(variable, process)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Assign this replica's part of an undivided array to a state variable."""
+        stored_parts.assign_stored(variable, array)
 
 
 class StoredOptimizer(Optimizer, Protocol):
@@ -59,7 +60,7 @@ class StoredOptimizer(Optimizer, Protocol):
     _loaded: Any
     _loaded_wrapper_state: Any
     _saved_wrapper_state: WrapperState
-    _divided_state: DividedState | None
+    _stored_state: StoredState
     _load_inner: Callable[[Any], None]
     _slot_keys: Callable[[Variable], list[Any]]
     _slots: Callable[[], Any]
@@ -84,7 +85,7 @@ def load(optimizer: StoredOptimizer, store: Any) -> None:
     elif len(state) > 2 and _was_never_built(store):
         return  # nothing to load: `load_model` has created this optimizer with the stored learning rate
     _check_fits(optimizer, store, state)
-    _check_names(optimizer, store)
+    _check_metadata(_own_metadata(optimizer), _metadata_in(store))
     optimizer._load_inner(store)
 
 
@@ -127,9 +128,9 @@ def warn_if_read_early(optimizer: StoredOptimizer) -> None:
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
     """Assign each variable its array in `store`, after a check of all shapes."""
     _check_fits(optimizer, store, variables)
-    divided = optimizer._divided_state
+    state = optimizer._stored_state
     for i, variable in enumerate(variables):
-        (stored_parts if divided is None else divided).assign_stored(variable, _lazily(store, str(i)))
+        state.assign_stored(variable, _lazily(store, str(i)))
 
 
 def _lazily(store: Any, key: str) -> Any:
@@ -137,43 +138,34 @@ def _lazily(store: Any, key: str) -> Any:
     return store.stored(key) if hasattr(store, "stored") else store[key]
 
 
-def stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
-    """Return the value of a state variable for a file. Replicas with divided state must call this together.
+def save_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
+    """Write the value of each variable to `store`. Replicas with divided state must call this together."""
+    for i, variable in enumerate(variables):
+        store[str(i)] = _stored_value(optimizer, variable, store)
 
-    For a sharded checkpoint, the value is the parts of the variable that this process saves.
-    """
-    divided: DividedState | None = optimizer._divided_state
+
+def _stored_value(optimizer: StoredOptimizer, variable: Variable, store: Any) -> np.ndarray | OwnParts:
+    """Return the value of a variable for a file. For a sharded checkpoint, return the parts that this process saves."""
+    state = optimizer._stored_state
     process_for: Callable[[Variable], tuple[int, int]] | None = getattr(store, "process_for", None)
-    if process_for is not None:
-        return (stored_parts if divided is None else divided).own_parts(variable, process_for(variable))
-    return whole_value(variable) if divided is None else divided.stored(variable)
-
-
-def whole_value(variable: Variable) -> np.ndarray:
-    """Return the whole array of a variable. If it is divided among processes, all processes must call this."""
-    return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
+    return state.stored(variable) if process_for is None else state.own_parts(variable, process_for(variable))
 
 
 def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
     """Return a wrapper of `store` that stores a name, such as "momentum", with each array that `optimizer` saves."""
-    if isinstance(store, _AnnotatedStore):
-        return store
-    if not optimizer.built:
-        return _AnnotatedStore(store, _Metadata({}, None, None))
-    return _AnnotatedStore(
-        store, _Metadata(_slots_in_state(optimizer), kind_of(optimizer), len(optimizer._trainable_variables))
-    )
+    return store if isinstance(store, _AnnotatedStore) else _AnnotatedStore(store, _own_metadata(optimizer))
 
 
-def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
-    """Map the key of each state array in a file to its name, such as "dense/kernel momentum", to detect wrong files."""
+def _own_metadata(optimizer: StoredOptimizer) -> _Metadata:
+    """Return the metadata of the optimizer's state, to detect files of other variables or optimizers."""
     if not optimizer.built:
-        return {}
+        return _Metadata({}, None, None)
     variables = optimizer._trainable_variables
     path_of = {key: _layer_and_name(v) for v in variables for key in optimizer._slot_keys(v)}
     names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in optimizer._slots() if key in path_of}
     state = enumerate(optimizer._inner_state)
-    return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+    slots = {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+    return _Metadata(slots, kind_of(optimizer), len(variables))
 
 
 def _may_be_for(metadata: _Metadata, model: Any) -> bool:
@@ -187,7 +179,7 @@ def _may_be_for(metadata: _Metadata, model: Any) -> bool:
 
 def _layer_and_name(variable: Variable) -> str:
     """Return the last two names in a variable's path, such as "dense/kernel"."""
-    return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
+    return "/".join(full_name(variable).split("/")[-2:])
 
 
 def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
@@ -198,20 +190,14 @@ def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Vari
             f"Received: {len(store.keys())} arrays. Was the file saved with another optimizer or other trainable "
             "variables?"
         )
-    divided = optimizer._divided_state
+    state = optimizer._stored_state
     for i, variable in enumerate(variables):
-        shape = tuple(np.shape(_lazily(store, str(i))))
-        expected = tuple(variable.shape) if divided is None else divided.stored_shape(variable)
+        shape, expected = tuple(np.shape(_lazily(store, str(i)))), state.stored_shape(variable)
         if expected is not None and shape != expected:
             raise ValueError(
                 f"The stored array of `{variable.path}` must have shape {expected}. Received: shape {shape}. Was the "
                 "file saved with other trainable variables?"
             )
-
-
-def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
-    own = _Metadata(_slots_in_state(optimizer), kind_of(optimizer) if optimizer.built else None, None)
-    _check_metadata(own, _metadata_in(store))
 
 
 def check_groups(own: Any, stored: Any) -> None:
@@ -245,17 +231,6 @@ def _check_metadata(own: _Metadata, metadata: _Metadata) -> None:
 def _was_never_built(store: Any) -> bool:
     """Whether the arrays are those of an optimizer before its build: a counter of 0 and a learning rate."""
     return len(store.keys()) == 2 and not np.any(store["0"]) and all(np.ndim(store[key]) == 0 for key in ("0", "1"))
-
-
-def portable(config: Any) -> Any:
-    """Replace torch's private optimizer classes in a config by public names, which every backend can load."""
-    if isinstance(config, dict):
-        if str(config.get("module", "")).startswith(_TORCH_MODULE):
-            config = {**config, "module": "keras.optimizers", "registered_name": None}
-        return {key: portable(value) for key, value in config.items()}
-    if isinstance(config, list):
-        return [portable(value) for value in config]
-    return config
 
 
 class _Metadata(NamedTuple):
@@ -332,8 +307,7 @@ class WrapperState(KerasSaveable):
     def save_own_variables(self, store: Any) -> None:
         """Write the wrappers' variables to `store`."""
         # Write nothing before `build`, because some variables do not exist, and the rest have their initial values.
-        for i, variable in enumerate(self.variables if self._optimizer.built else []):
-            store[str(i)] = stored_value(self._optimizer, variable, store)
+        save_all(self._optimizer, store, self.variables if self._optimizer.built else [])
 
     def load_own_variables(self, store: Any) -> None:
         """Read the wrappers' variables. A file of an optimizer without wrappers has none, and changes nothing."""

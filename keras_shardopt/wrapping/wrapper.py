@@ -39,17 +39,17 @@ from keras_shardopt.wrapping.chain import (
     scales_loss,
     shown,
 )
+from keras_shardopt.wrapping.configs import portable
 from keras_shardopt.wrapping.rollback import Rollback, may_skip_updates, rollback_of, save_before_assignments
 from keras_shardopt.wrapping.slots import SlotAccess, empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
-    DividedState,
+    StoredState,
     WrapperState,
     assign_all,
     load,
     load_deferred,
     named_store,
-    portable,
-    stored_value,
+    save_all,
     warn_if_read_early,
 )
 from keras_shardopt.wrapping.trackable import InCheckpoints
@@ -458,9 +458,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
         is_whole = type(innermost(self)).save_own_variables is not keras.optimizers.Optimizer.save_own_variables
         if store.process_for is None or is_whole:
             self.inner.save_own_variables(store)
-            return
-        for i, variable in enumerate(self._inner_state):
-            store[str(i)] = stored_value(self, variable, store)
+        else:
+            save_all(self, store, self._inner_state)
 
     def load_own_variables(self, store: Any) -> None:
         """Load a state that this wrapper, or its plain inner optimizer, has saved.
@@ -480,10 +479,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
             self._before_file_access(loads=True)
 
     @property
-    def _divided_state(self) -> DividedState | None:
-        """The object that gathers divided state of the inner optimizers from all replicas, or None."""
+    def _stored_state(self) -> StoredState:
+        """The object that reads and assigns the state of the inner optimizers for files."""
         inner = self.inner
-        return inner._divided_state if isinstance(inner, OptimizerWrapper) else None
+        return inner._stored_state if isinstance(inner, OptimizerWrapper) else StoredState()
 
     def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)

@@ -359,7 +359,7 @@ def test_pages_have_no_coined_words():
 PASSED_ON = {
     "backends/torch/process_group.py": 2,
     "checkpoint/backup.py": 1,
-    "checkpoint/saving.py": 3,
+    "checkpoint/together.py": 3,
     "compile_for/jax/step.py": 1,
     "data/torch_loader.py": 2,
     "fit/tensorflow/trainer.py": 2,

@@ -190,8 +190,8 @@ def test_a_variable_of_one_element_is_not_padded():
     with ks.data_parallel(3):
         optimizer = ks.CrossShard(momentum(), shard_state=True)
         fitted(compiled(optimizer, widths=(32, 16, 1)), 1)
-    divided = [variable for variable in optimizer.variables if optimizer._shards.is_divided(variable)]
-    assert [tuple(optimizer._shards.stored_shape(variable)) for variable in divided] == [(32, 16), (16,), (16, 1)]
+    divided = [variable for variable in optimizer.variables if optimizer._shards.state.is_divided(variable)]
+    assert [tuple(optimizer._shards.state.stored_shape(variable)) for variable in divided] == [(32, 16), (16,), (16, 1)]
 
 
 @pytest.mark.parametrize("num_replicas", some([3, 6, 7], [3]))
@@ -199,11 +199,11 @@ def test_parts_for_sharded_checkpoints_hold_each_element_once_and_no_padding(num
     with ks.data_parallel(num_replicas):
         optimizer = ks.CrossShard(momentum(), shard_state=True)
         fitted(compiled(optimizer), 1)
-    shards = optimizer._shards
-    divided = [variable for variable in optimizer.variables if shards.is_divided(variable)]
+    state = optimizer._shards.state
+    divided = [variable for variable in optimizer.variables if state.is_divided(variable)]
     assert divided
     for variable in divided:
-        parts, expected = shards.own_parts(variable, (1, 0)), shards.stored(variable)
+        parts, expected = state.own_parts(variable, (1, 0)), state.stored(variable)
         assert parts.shape == expected.shape and all(values.size for _, values in parts.parts)
         ordered = sorted(parts.parts, key=lambda part: part[0])
         assert [start for (start,), _ in ordered] == [0, *np.cumsum([values.size for _, values in ordered])[:-1]]

@@ -97,7 +97,7 @@ def test_names_of_layers_are_those_of_their_classes():
 def test_the_saver_goes_through_all_without_a_store():
     from keras.src.saving import saving_lib
 
-    from keras_shardopt.checkpoint.saving import NoStore
+    from keras_shardopt.checkpoint.gathering import NoStore
 
     model = problem.model()
     model.first, model.a = keras.optimizers.SGD(), [keras.optimizers.Adam()]
@@ -149,7 +149,7 @@ def test_the_saver_gives_variables_to_a_store_and_takes_arrays_from_one():
 def test_the_saver_writes_files_of_layers_into_a_folder():
     from keras.src.saving import saving_lib
 
-    from keras_shardopt.checkpoint.saving import NoStore
+    from keras_shardopt.checkpoint.gathering import NoStore
 
     class Words(keras.layers.Layer):
         def save_assets(self, folder):

@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import (
-    check_built,
-    check_model,
-    communicating,
-    from_rank_0,
-    raise_together,
-    raising_together,
-)
+from keras_shardopt.checkpoint.saving import check_built, check_model
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint
 from keras_shardopt.checkpoint.sharded.saves import Save, complete_saves, is_complete
 from keras_shardopt.checkpoint.sharded.state import restore
+from keras_shardopt.checkpoint.together import communicating, from_rank_0, raise_together, raising_together
 
 
 class Position(NamedTuple):
@@ -152,12 +146,12 @@ def _restore_newest(model: Any, path: str) -> dict[str, Any] | None:
     return None
 
 
-def check_arguments(model: Any, directory: Any, name: str = "directory") -> str:
-    """Return `directory` as a str. Raise TypeError or ValueError, which calls it `name`, if an argument is invalid."""
+def check_arguments(model: Any, directory: Any, name: str = "directory") -> None:
+    """Raise TypeError or ValueError, which calls `directory` by the name `name`, if an argument is invalid."""
     check_model(model)
     check_built(model)
     check_safetensors()
-    return check.local_path(name, directory)
+    check.local_path(name, directory)
 
 
 def check_safetensors() -> None:

@@ -15,11 +15,11 @@ import numpy as np
 
 from keras_shardopt import arguments as check
 from keras_shardopt.checkpoint.atomic_file import Unfinished
-from keras_shardopt.checkpoint.portable import replaced
 from keras_shardopt.checkpoint.saving import file_path
 from keras_shardopt.checkpoint.sharded.pieces import PIECE_BYTES, Checkpoint, StoredArray
 from keras_shardopt.checkpoint.sharded.saves import newest
 from keras_shardopt.checkpoint.sharded.state import ASSETS
+from keras_shardopt.wrapping.configs import replaced
 
 _SUFFIXES = (".keras", ".weights.h5")
 

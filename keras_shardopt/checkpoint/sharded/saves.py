@@ -26,7 +26,6 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.phases import timed
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import before_reading, communicating, from_rank_0, raising_together
 from keras_shardopt.checkpoint.sharded.pieces import (
     MANIFEST,
     Checkpoint,
@@ -35,7 +34,8 @@ from keras_shardopt.checkpoint.sharded.pieces import (
     write_process,
 )
 from keras_shardopt.checkpoint.sharded.state import about_model, about_process, sources_of
-from keras_shardopt.checkpoint.training_state import is_inside_window
+from keras_shardopt.checkpoint.together import communicating, from_rank_0, raising_together
+from keras_shardopt.checkpoint.training_state import before_reading, is_inside_window
 
 WAIT_SECONDS = 600.0
 """The time that process 0 waits for the reports of the other processes."""

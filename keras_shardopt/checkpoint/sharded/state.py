@@ -26,8 +26,9 @@ from keras_shardopt.backends import for_backend, stored_parts
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.stored_parts import OwnParts, Part, even_parts
-from keras_shardopt.checkpoint.saving import NoStore, raising_together
+from keras_shardopt.checkpoint.gathering import NoStore
 from keras_shardopt.checkpoint.sharded.pieces import Checkpoint, Source, StoredArray
+from keras_shardopt.checkpoint.together import raising_together
 from keras_shardopt.checkpoint.training_state import (
     build_optimizers,
     built_on,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.active import placement
 from keras_shardopt.extensions.equal_bits.stage import SumOfParts
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import Extension
@@ -81,7 +80,7 @@ class VirtualReplicas(Extension):
 
     def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """Return the stage that sums gradients. Raise ValueError if a wrapper needs a norm of sharded gradients."""
-        if options.shard_state and placement.state_sharding != "layout":
+        if options.gives_slices:
             for inside in descendants(context.optimizer):
                 if getattr(inside, "_sums_over_slices", False):
                     raise ValueError(

@@ -70,12 +70,8 @@ def without_replica_state(cross_shard: Any, variables: Sequence[Any], state: Seq
 
     Code inside the `shard_map` does not need these, and would gather a sharded variable on every device.
     """
-    per_replica = {id(v) for v in cross_shard.pipeline.replica_state}
-    of_stages = {id(v) for v in cross_shard._variables}
-    is_divided = [cross_shard.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
-    return [
-        None if id(v) in per_replica or divided else value for v, divided, value in zip(variables, is_divided, state)
-    ]
+    omitted = {id(v) for v in [*cross_shard.pipeline.replica_state, *cross_shard._divided_arrays]}
+    return [None if id(v) in omitted else value for v, value in zip(variables, state)]
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 import keras_shardopt as ks
-from keras_shardopt.checkpoint.saving import from_rank_0
+from keras_shardopt.checkpoint.together import from_rank_0
 
 CASES = {
     "plain": {},

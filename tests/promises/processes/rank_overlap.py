@@ -837,7 +837,7 @@ def gradients_are_let_go_when_they_are_sent(scope):
     first = next(iter(model.trainable_variables)).value
     assert first.untyped_storage().nbytes() >= bucket / 2  # weights of a bucket lie together
     trained(scope, {"shard_state": True}, model, num_steps=2)  # in other buckets
-    assert all(each.flat() is not None for each in model.optimizer._shards._flat_weights)
+    assert all(each.flat() is not None for each in model.optimizer._shards.holder.blocks)
 
 
 @check

@@ -26,6 +26,7 @@ from keras_shardopt.backends.torch import memory
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import gradient_clipping
+from keras_shardopt.sharding import flat_state
 from keras_shardopt.sharding import sharded_optimizer as divided_state
 from keras_shardopt.sharding import slices as sharding
 
@@ -189,7 +190,8 @@ def whole_variables_are_updated_whole(scope):
     ):
         assert_equal(scope, *both(scope, make), tolerance=1e-6)
     optimizer = both(scope, lambda: keras.optimizers.Muon(0.01))[0]
-    assert optimizer._shards._may_split == [True, False, True, False, True]  # the embedding and the vectors may be
+    may_split = optimizer._shards.division.may_split
+    assert may_split == [True, False, True, False, True]  # the embedding and the vectors may be
 
 
 @check
@@ -495,9 +497,9 @@ def saved_state_fits_again_and_elsewhere(scope):
     for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Adafactor(0.01)):
         optimizer, mine, _, alone = both(scope, make)
         store = saved(optimizer)
-        real, sharding._MAX_ELEMENTS_SENT = sharding._MAX_ELEMENTS_SENT, 50
+        real, flat_state._MAX_ELEMENTS_SENT = flat_state._MAX_ELEMENTS_SENT, 50
         in_pieces = saved(optimizer)
-        sharding._MAX_ELEMENTS_SENT = real
+        flat_state._MAX_ELEMENTS_SENT = real
         assert all((in_pieces[key] == array).all() for key, array in store.items())
         again = ks.CrossShard(make(), shard_state=True)
         if scope.replica_id % 2:
@@ -525,7 +527,7 @@ def saved_state_fits_again_and_elsewhere(scope):
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
-    real, divided_state.BARRIER_SECONDS = sharding.BARRIER_SECONDS, 0.3
+    real, divided_state.BARRIER_SECONDS = divided_state.BARRIER_SECONDS, 0.3
     for alone in (0, 1):
         if scope.replica_id == alone:
             refused(

@@ -19,8 +19,9 @@ from support.worlds import InParts, Processes
 
 import keras_shardopt as ks
 from keras_shardopt.checkpoint import atomic_file as atomic
-from keras_shardopt.checkpoint import saving
+from keras_shardopt.checkpoint import saving, together
 from keras_shardopt.fit import callbacks
+from keras_shardopt.wrapping.chain import chain_of
 
 
 def trained(optimizer=None, seed=1):
@@ -185,7 +186,7 @@ def models_in_parts(processes, wrap=ks.CrossShard):
     whole = values(models[0])
     for rank, model in enumerate(models):
         with processes.being(rank):
-            next(o for o in saving.chain_of(model.optimizer) if isinstance(o, InParts)).forget()
+            next(o for o in chain_of(model.optimizer) if isinstance(o, InParts)).forget()
     assert np.isnan(values(models[0])[6]).any()
     return models, whole
 
@@ -345,13 +346,13 @@ def test_the_older_format_cannot_have_state_in_parts(tmp_path, monkeypatch):
 
 
 def test_errors_travel_by_their_kind():
-    assert isinstance(saving._error("FileNotFoundError", "x"), FileNotFoundError)
-    assert isinstance(saving._error("KeyError", "x"), KeyError)
+    assert isinstance(together._error("FileNotFoundError", "x"), FileNotFoundError)
+    assert isinstance(together._error("KeyError", "x"), KeyError)
     for kind in ("UnicodeDecodeError", "OfSomeLibrary", "print"):
-        error = saving._error(kind, "x")
+        error = together._error(kind, "x")
         assert type(error) is RuntimeError and str(error) == f"{kind}: x"
-        assert str(saving._error(kind, "")) == kind
-    assert type(saving._error("OSError", "")) is OSError and str(saving._error("OSError", "")) == ""
+        assert str(together._error(kind, "")) == kind
+    assert type(together._error("OSError", "")) is OSError and str(together._error("OSError", "")) == ""
 
 
 # -- the callback ----------------------------------------------------------------------------------------------------

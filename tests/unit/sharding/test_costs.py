@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 from keras_shardopt.sharding import costs, separability
-from keras_shardopt.sharding.slices import _buckets
+from keras_shardopt.sharding.division import buckets_of
 
 pytestmark = pytest.mark.backends("torch")  # the only one that gives whole variables to ranks
 
@@ -66,7 +66,7 @@ def test_a_product_is_one_operation_with_its_flops_and_bytes():
 def test_muons_ranks_compute_for_the_same_time(name, num_replicas):
     shapes = TRANSFORMERS[name]
     is_muons = [len(shape) == 2 and "embedding" not in path for path, shape in shapes]
-    (bucket,) = _buckets(
+    (bucket,) = buckets_of(
         keras.optimizers.Muon(), variables(shapes), [not whole for whole in is_muons], num_replicas, math.inf
     )
     flops = [sum(newton_schulz(shapes[p.variable][1]) for p in mine if is_muons[p.variable]) for mine in bucket.pieces]
@@ -128,7 +128,7 @@ def test_each_kind_is_tried_once_and_element_wise_optimizers_never(monkeypatch):
     costs.update_costs(keras.optimizers.Muon(), made)
     assert len(counted) == 6  # the embedding, three shapes of matrices, and two of vectors
     monkeypatch.setattr(separability, "fresh_copy", lambda *_, **__: 1 / 0)
-    _buckets(keras.optimizers.Adam(), made, [True] * len(made), 2, math.inf)
+    buckets_of(keras.optimizers.Adam(), made, [True] * len(made), 2, math.inf)
     assert len(counted) == 6
 
 

@@ -19,8 +19,9 @@ class WeightsOfOptimizer:
     """The divided weights of one optimizer with `FlatShards`. It gathers `prefetch` buckets before they are needed."""
 
     def __init__(self, shards: Any, ranks: Any, prefetch: int) -> None:
-        if not all(shards._may_split[i] for i in shards._owners):
-            whole = [v.path for v, splits in zip(shards.variables, shards._may_split) if not splits]
+        division = shards.division
+        if not all(division.may_split[i] for i in division.owners):
+            whole = [v.path for v, splits in zip(shards.variables, division.may_split) if not splits]
             raise ValueError(
                 "`ShardedWeights` divides each weight, so the optimizer must be element-wise, and weights must have no "
                 f"constraints. Received: weights that only one rank can update: {whole}. Remove `ShardedWeights`."
@@ -31,7 +32,7 @@ class WeightsOfOptimizer:
         parameters = values_of(shards.variables)
         self.places: dict[int, tuple[Bucket, int]] = {}
         """The bucket of each parameter, and the parameter's position in it, by the `id` of the parameter."""
-        for number, made in enumerate(shards._buckets):
+        for number, made in enumerate(division.buckets):
             inside, path = [parameters[i] for i in made.variables], shards.variables[made.variables[0]].path
             bucket = Bucket(number, self.gathers, path, inside, made.chunk)
             self.gathers.buckets.append(bucket)
@@ -40,7 +41,7 @@ class WeightsOfOptimizer:
                 self.places[id(parameter)] = bucket, at
                 at += parameter.numel()
         self.is_divided = False
-        shards.hold(self)
+        shards.holder = self
 
     @torch.no_grad()
     def divide(self) -> None:
@@ -91,11 +92,9 @@ class WeightsOfOptimizer:
 
     def _own_pieces(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield each slice (`Piece`) of a weight on this rank, with the part of its bucket's `own` that stores it."""
-        for bucket, made in zip(self.gathers.buckets, self._shards._buckets):
-            at = 0
-            for piece in made.pieces[self._rank]:
-                yield piece, bucket.own[at : at + piece.size]
-                at += piece.size
+        for bucket, made in zip(self.gathers.buckets, self._shards.division.buckets):
+            for piece, start, stop in made.places(self._rank):
+                yield piece, bucket.own[start:stop]
 
     def before_update(self) -> None:
         """Release gathered buckets. If weights are whole, copy this rank's slices, which the update changes."""
