@@ -40,7 +40,7 @@ SUBJECTS = (
         "summaries.md",
         r"classic/(steps/|build|tf1)",
     ),
-    ("Accumulation", "accumulation.md", r"update/accumulation"),
+    ("Accumulation", "accumulation.md", r"update/(accumulation|gradient_sums)"),
     ("Local SGD", "local_sgd.md", r"extensions/local_sgd"),
     ("Virtual replicas", "randomness.md", r"extensions/equal_bits"),
     (

@@ -134,11 +134,6 @@ class StageContext:
         return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
 
     @property
-    def window(self) -> Any:
-        """The `Accumulation` object, which sums gradients over micro-batches, or None."""
-        return self._optimizer.accumulation
-
-    @property
     def has_finished(self) -> bool:
         """Whether the last backward pass has already reduced the gradients over replicas."""
         return bool(self._optimizer.pipeline.reducer.has_finished)

@@ -212,11 +212,11 @@ class Overlapped:
         """Prepare to send gradients during the backward pass of this loss, if Keras' trainer runs the step."""
         if self.buckets is None or not runtime.is_concrete(loss):
             return
-        window = self._context.window
-        if window is None:
-            self.buckets.follow(loss, self._context.optimizer, bool(row_share))
-        elif window.is_built and window.ends_next:
-            self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
+        optimizer, counts = self._context.optimizer, bool(row_share)
+        if optimizer.accumulation is None:
+            self.buckets.follow(loss, optimizer, counts)
+        elif (mean := optimizer.accumulation.sums.mean_with_last(counts)) is not None:
+            self.buckets.follow(loss, optimizer, True, mean)
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
         """Return the step with gradients reduced in buckets (groups), sent during the backward pass or now."""

@@ -60,8 +60,8 @@ def in_parts(
     state, logs = _State(model, trains, layers, kept.changed_weights), _Logs()
     kept.on_loss = state.note_changed if trains and kept.changed_weights is None else None
     with as_parts() as begin, one_thread(), watching_layers(state.note_assigned):
-        window = cross_shard.accumulation
-        batch = [int(cross_shard.iterations), 0 if window is None else window.num_taken]
+        accumulation = cross_shard.accumulation
+        batch = [int(cross_shard.iterations), 0 if accumulation is None else accumulation.window.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
@@ -196,8 +196,8 @@ class PartsStep(TrainStep):
 
 def _is_skipped(cross_shard: Any, updates: int | None) -> bool:
     """Whether the update was skipped: `iterations` still has the version `updates` from before the batch."""
-    window = cross_shard.accumulation
-    return runtime.version(cross_shard.iterations) == updates and (window is None or bool(window.is_complete))
+    is_complete = cross_shard.accumulation is None or bool(cross_shard.accumulation.window.is_complete)
+    return is_complete and runtime.version(cross_shard.iterations) == updates
 
 
 def _copied(data: Any) -> Any:

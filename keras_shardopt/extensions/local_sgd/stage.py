@@ -166,8 +166,8 @@ class LocalUpdates(ExtensionStage):
         """The optimizer variables whose values differ between replicas."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
-        window = optimizer.accumulation
-        kept = [] if window is None else [window.counter, *window._replica_state]
+        summing = optimizer.accumulation
+        kept = [] if summing is None else [summing.window.counter, *summing._replica_state]
         excluded = rates | {id(v) for v in [*self._file_state, *kept, *self.stacked]}
         return [v for v in optimizer.variables if id(v) not in excluded]
 
@@ -425,8 +425,8 @@ class LocalUpdates(ExtensionStage):
 
     def unsynced_statistics(self) -> list[Variable]:
         """Return the moving statistics that can differ between replicas, even after an average of weights."""
-        window = self._optimizer.accumulation
-        return self.statistics if self.num_updates or (window is not None and window.num_taken) else []
+        summing = self._optimizer.accumulation
+        return self.statistics if self.num_updates or (summing is not None and summing.window.num_taken) else []
 
     def unsynced(self) -> list[int]:
         """Return the indices of the weights that were updated since replicas last averaged them."""

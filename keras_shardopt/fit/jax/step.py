@@ -85,7 +85,7 @@ class TrainStep:
         """Run a step of `fit` (`real` is Keras's step). Return the logs and the new training state."""
         model, cross_shards = self.model, self.cross_shards
         distribution = keras.distribution.distribution()
-        stacks = any(each.accumulation is not None and each.accumulation.is_stacked for each in cross_shards)
+        stacks = any(each.accumulation is not None and each.accumulation.stacked_along for each in cross_shards)
         if not self.is_needed(distribution, stacks):
             return real(state, data)
         if not has_built_in_step(model):
