@@ -27,10 +27,10 @@ from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTr
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline, Reducer
 from keras_shardopt.update.reducers import reducer_of
-from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.torch_speed import TorchSpeed
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
+from keras_shardopt.update.units import scaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers, chain_of, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper

@@ -26,9 +26,9 @@ from keras_shardopt.numerics import (
     map_values,
     overwrites_variable,
 )
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
-from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ class ScaledUpdate(OptimizerWrapper):
         self._skipped = None
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
-            _refuse_several_gradients_inside(self)
+            for optimizer in cross_shards_in(self.inner):
+                for stage in optimizer.pipeline.stages:
+                    stage._check_outside(self)
             # Create the variables now, like Keras' counters, because the scale is used before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
@@ -183,7 +185,7 @@ class ScaledUpdate(OptimizerWrapper):
         amax = amax / scale
         if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))
-        reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
+        reducers = cross_shards_in(self.inner)
         axes = [reducer.axis_name for reducer in reducers]
         if self._scope.is_reduced:
             if self._scope.group_axis is None:
@@ -307,20 +309,6 @@ class LossScaling(ScaledUpdate):
                 rule = "`loss_scaling` and `loss_scaling_params` must be valid for `AutomaticLossScaler`."
                 raise type(error)(f"{rule} {error}") from None
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
-
-
-def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
-    for optimizer in descendants(outer):
-        for extension in getattr(optimizer, "extension_stages", ()):
-            extension.check_outside(outer)
-        if getattr(optimizer, "accumulation", None) is not None:
-            name = type(outer).__name__
-            raise ValueError(
-                f"`{name}` must be inside a `CrossShard` that accumulates, not around it. Outside, replicas would have "
-                "to communicate for each micro-batch to decide whether it overflows. "
-                f"Received: inner_optimizer={outer.inner!r}. "
-                f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
-            )
 
 
 def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:

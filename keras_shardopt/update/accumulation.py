@@ -6,6 +6,7 @@ A reducer, such as `AllReduce`, decides when replicas communicate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
@@ -52,6 +53,15 @@ class Accumulation(Stage):
         if num_steps is None or num_steps == 1:
             return []
         return [cls(num_steps, options.uses_local_gradients, context)]
+
+    def _check_outside(self, outer: Any) -> None:
+        name = type(outer).__name__
+        raise ValueError(
+            f"`{name}` must be inside a `CrossShard` that accumulates, not around it. Outside, replicas would have "
+            "to communicate for each micro-batch to decide whether it overflows. "
+            f"Received: inner_optimizer={outer.inner!r}. "
+            f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
+        )
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the variables that hold the sums of gradients. Later calls do nothing."""

@@ -115,9 +115,9 @@ class Pipeline:
 
     def micro_batch(self, step: Step, starts: Any) -> None:
         """Pass a micro-batch's gradients to stages that need them. `starts` is true for the first of an update."""
+        comm = runtime.communicator(self._axis_name)
         for stage in self.stages:
-            if stage._uses_micro_batches:
-                stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
+            stage._micro_batch(step, starts, comm)
 
     def reset(self) -> None:
         """Reset all stages and the transport, because state was loaded."""

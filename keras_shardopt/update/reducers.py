@@ -95,8 +95,8 @@ class AllReduce:
         axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
         transfer = AlongAxes(transfer, axes) if axes else transfer
         grads, found_inf = self._moved(reduction, transfer, members)
-        step = transfer.left(step.replace(found_inf=found_inf), self._decides_with_all)
-        return self._arrived(reduction.unpack(grads, found_inf, step))
+        step = step.replace(grads=reduction.unpack(grads, step.variables), found_inf=found_inf)
+        return self._arrived(transfer.left(step, self._decides_with_all))
 
     def own_part(self, step: Step) -> Step:
         return step
@@ -127,7 +127,7 @@ class AllReduce:
         step = step.replace(grads=rescale_reduced(step, self._options.reduction, members.num_replicas))
         if not self._checks_finite:
             return step
-        position = first_not_finite(step.grads, step.variables)
+        position = first_not_finite(step.grads, step.variables, self._context.positions(step.variables))
         return step.replace(found_inf=found_inf_without_flags(position, step.found_inf, members.num_replicas))
 
     def _moved(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> tuple[Any, Tensor | None]:

@@ -295,9 +295,6 @@ class Buckets:
                 "torch=TorchSpeed(overlap=False))`, or change gradients in a `keras_shardopt.Stage`."
             )
         self._num_taken += 1
-        if self.found_inf is not None and self.found_inf[2] >= 0:
-            is_bad, rank, place = self.found_inf
-            self.found_inf = is_bad, rank, places.index(place) if place in places else -1
         return [finished[i] for i in places]
 
     @torch.no_grad()
