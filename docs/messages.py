@@ -31,7 +31,7 @@ SUBJECTS = (
     (
         "Half precision and loss scaling",
         "loss_scaling.md",
-        r"optimizers/(loss_|mixed|auto)",
+        r"optimizers/(loss_|scale_|mixed|auto)",
     ),
     ("Schedules", "schedules.md", r"schedules/"),
     ("Towers", "accumulation.md#towers", r"classic/tower"),

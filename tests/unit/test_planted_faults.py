@@ -423,13 +423,13 @@ FAULTS = [
         "unit/optimizers/test_loss_scaler.py::test_what_overflows_when_squared_is_no_nan",
     ),
     fault(
-        "optimizers/loss_scaler.py",
-        'grows = good_steps >= int(self.params["step_window"])',
-        'grows = good_steps > int(self.params["step_window"])',
+        "optimizers/scale_algorithms.py",
+        'grows = good_steps >= int(params["step_window"])',
+        'grows = good_steps > int(params["step_window"])',
         "unit/optimizers/test_loss_scaler.py::test_backoff_golden",
     ),
     fault(
-        "optimizers/loss_scaler.py",
+        "optimizers/scale_algorithms.py",
         "unbiased = mean / (1 - left)",
         "unbiased = mean",
         "unit/optimizers/test_loss_scaler.py::test_logmax_golden",
