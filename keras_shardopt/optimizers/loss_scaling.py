@@ -49,6 +49,8 @@ class ScaledUpdate(OptimizerWrapper):
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         self._scaler, self._static = (scale, None) if isinstance(scale, AutomaticLossScaler) else (None, scale)
         self._skipped = None
+        self._scales_loss = scale is not None
+        self._skips_overflows = self._keeps_state = self._scaler is not None
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
             for optimizer in cross_shards_in(self.inner):
@@ -62,21 +64,8 @@ class ScaledUpdate(OptimizerWrapper):
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
 
     @property
-    def _scales_loss(self) -> bool:  # type: ignore[override]
-        return self._scaler is not None or self._static is not None
-
-    @property
-    def _skips_overflows(self) -> bool:  # type: ignore[override]
-        """Whether gradients are checked for overflow. True only if an `AutomaticLossScaler` adjusts the scale."""
-        return self._scaler is not None
-
-    @property
     def _may_skip_updates(self) -> bool:  # type: ignore[override]
         return self._scaler is not None or self._skipped is not None
-
-    @property
-    def _keeps_state(self) -> bool:  # type: ignore[override]
-        return self._scaler is not None
 
     @property
     def loss_scale(self) -> keras.Variable | float:

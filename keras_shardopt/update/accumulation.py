@@ -11,7 +11,8 @@ from typing import Any
 import keras
 
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.gradient_sums import GradientSums
@@ -42,6 +43,7 @@ class Accumulation(Stage):
         self._context = context
         # Set if DDP has already reduced the gradients of the latest micro-batch, because the sums do not show this.
         self._arrived_state: GradientState | None = None
+        self._has_warned = False
         self._stacks_when_built = False
         self.stacked_along: str | None = None
         """JAX: the mesh axis of replicas, if all replicas' sums are stacked along a first dimension. Otherwise None."""
@@ -99,7 +101,7 @@ class Accumulation(Stage):
         if not step.is_reduced and stacked is None:
             step = self.own(step)
         self.window.count()
-        sums = self.sums.add(step.grads, [self._context.position(v) for v in step.variables], step.row_share)
+        sums = self.sums.add(step.grads, self._context.positions(step.variables), step.row_share)
 
         if stacked is None:
             self._context.micro_batch(step, self.window.starts)
@@ -120,6 +122,18 @@ class Accumulation(Stage):
                 self._arrived_state = state
                 return step
         return zero_without_rows(step)
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Warn, once, of gradients that arrive reduced, because each micro-batch then communicates."""
+        state = step.gradient_state
+        if comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED) and not self._has_warned:
+            self._has_warned = True
+            optimizer = self._context.optimizer
+            warn(
+                f"{optimizer!r} accumulates gradients that are already averaged over the replicas. Updates are "
+                f"correct, but each micro-batch communicates. {optimizer.state_finder.advice(state)}"
+            )
+        return step
 
     def reset(self) -> None:
         """Discard the unfinished accumulation window. The next micro-batch overwrites the sums."""

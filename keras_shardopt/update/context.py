@@ -61,11 +61,7 @@ class StageContext:
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
-        return [self.position(variable) for variable in variables]
-
-    def position(self, variable: Variable) -> int:
-        """Return the index of a variable in `trainable`."""
-        return int(self._optimizer._position(variable))
+        return [int(self._optimizer._position(variable)) for variable in variables]
 
     @property
     def updates(self) -> Any:

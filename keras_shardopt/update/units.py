@@ -45,7 +45,7 @@ def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], unit: An
     if is_one(unit):
         return list(grads)
     return [
-        grad if grad is None or overwrites_variable(variable) else map_values(lambda v: _divided(v, unit), grad)
+        grad if grad is None or overwrites_variable(variable) else map_values(lambda v: _unscaled(v, unit), grad)
         for grad, variable in zip(grads, variables)
     ]
 
@@ -62,7 +62,7 @@ def scaled_gradients(grads: Gradients, variables: Sequence[Variable], unit: Any)
     ]
 
 
-def _divided(value: Tensor, unit: Any) -> Tensor:
+def _unscaled(value: Tensor, unit: Any) -> Tensor:
     value = in_float32(value)
     return ops.divide(value, ops.cast(unit, dtype_of(value)))
 
