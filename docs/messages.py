@@ -31,7 +31,7 @@ SUBJECTS = (
     (
         "Half precision and loss scaling",
         "loss_scaling.md",
-        r"optimizers/(loss_|mixed|auto)",
+        r"optimizers/(loss_|scale_|mixed|auto)",
     ),
     ("Schedules", "schedules.md", r"schedules/"),
     ("Towers", "accumulation.md#towers", r"classic/tower"),
@@ -40,7 +40,7 @@ SUBJECTS = (
         "summaries.md",
         r"classic/(steps/|build|tf1)",
     ),
-    ("Accumulation", "accumulation.md", r"update/accumulation"),
+    ("Accumulation", "accumulation.md", r"update/(accumulation|gradient_sums)"),
     ("Local SGD", "local_sgd.md", r"extensions/local_sgd"),
     ("Virtual replicas", "randomness.md", r"extensions/equal_bits"),
     (

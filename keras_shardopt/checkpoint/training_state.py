@@ -116,8 +116,8 @@ def before_reading(model: Any) -> None:
 
 def is_inside_window(model: Any) -> bool:
     """Whether an optimizer has accumulated gradients of micro-batches for an unfinished update."""
-    windows = [part.accumulation for part in cross_shards_of(model) if part.accumulation is not None]
-    return any(window.num_taken for window in windows)
+    accumulations = [part.accumulation for part in cross_shards_of(model) if part.accumulation is not None]
+    return any(accumulation.window.num_taken for accumulation in accumulations)
 
 
 def global_seed(make: bool) -> list[keras.Variable]:

@@ -10,9 +10,11 @@ import keras
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
+from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import register_created
+from keras_shardopt.optimizers.memory import ReportsMemory
+from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.one_replica import OneReplicaShortcut
-from keras_shardopt.optimizers.reports import Reports
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
@@ -25,13 +27,13 @@ from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.old_arguments import with_objects
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
-from keras_shardopt.update.pipeline import Pipeline, Reducer
-from keras_shardopt.update.reducers import reducer_of
-from keras_shardopt.update.replica_transform import scaled_gradients
+from keras_shardopt.update.pipeline import Pipeline
+from keras_shardopt.update.reducers import Reducer, reducer_of
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.torch_speed import TorchSpeed
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
-from keras_shardopt.wrapping.chain import base_optimizers, chain_of, descendants
+from keras_shardopt.update.units import scaled_gradients
+from keras_shardopt.wrapping.chain import base_optimizers, chain_of, descendants, skips_overflows
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOptions):
+class CrossShard(
+    OneReplicaShortcut, TwoPhases, ReportsNonFinite, ReportsCommunication, ReportsMemory, ShardedState, HasOptions
+):
     r"""Averages gradients over all replicas, once per update.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
@@ -133,11 +137,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
             **with_objects(extensions, torch, old),
         )
         self._options = options  # before Keras' constructor, because that reads some options
+        self._may_skip_updates = on_nonfinite != "ignore"
         super().__init__(inner_optimizer, name=name)
         refuse_local_gradients_inside(self.inner)
         refuse_accumulation_inside(base_optimizers(self), options.gradient_accumulation_steps)
         self._inside = descendants(self)
-        self._skips_inside = any(map(_skips_overflows, self._inside))
+        self._skips_inside = any(map(skips_overflows, self._inside))
         if self._skips_inside and on_nonfinite == "raise":
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, but a dynamic loss scaling inside '
@@ -156,16 +161,12 @@ class CrossShard(OneReplicaShortcut, TwoPhases, Reports, ShardedState, HasOption
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         self.extension_stages = [stage for stage in found if isinstance(stage, ExtensionStage)]
         self._keeps_state = any(extension.keeps_state for extension in self.extension_stages)
-        self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
+        self.state_finder = GradientStateFinder(options)
         reducers = [extension.reducer for extension in self.extension_stages if extension.reducer is not None]
         reducer: Reducer = reducers[0] if reducers else reducer_of(self._context, options, found)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         register_created(self)
-
-    @property
-    def _may_skip_updates(self) -> bool:  # type: ignore[override]
-        return self.on_nonfinite != "ignore"
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -294,7 +295,3 @@ def cross_shards_in(optimizer: Optimizer) -> list[CrossShard]:
     """Returns all `CrossShard` in a chain of wrappers, outermost first. Returns [] for None."""
     chain = [] if optimizer is None else chain_of(optimizer)
     return [part for part in chain if isinstance(part, CrossShard)]
-
-
-def _skips_overflows(optimizer: Optimizer) -> bool:
-    return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))

@@ -1,7 +1,4 @@
-"""AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step.
-
-Each of its two algorithms is a pure function that maps a state (a few scalars) to the next state.
-"""
+"""AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step."""
 
 from __future__ import annotations
 
@@ -15,31 +12,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import norms
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
-
-_INT = "int"  # the backend's int type, as for Keras' counters
-
-# For each parameter: OpenSeq2Seq's default, the type, and the valid range. As in OpenSeq2Seq, an int is not a float.
-_Rule = tuple[Any, type, Callable[[Any], bool], str]
-_POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
-_DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
-_PARAMS: dict[str, dict[str, _Rule]] = {
-    "backoff": {
-        "scale_min": (1.0, float, *_POSITIVE),
-        "scale_max": (2.0**14, float, *_POSITIVE),
-        "step_factor": (2.0, float, lambda v: 1 < v < float("inf"), "finite and > 1"),
-        "step_window": (2000, int, lambda v: bool(v >= 1), ">= 1"),
-    },
-    "logmax": {
-        "scale_min": (1.0, float, *_POSITIVE),
-        "scale_max": (2.0**14, float, *_POSITIVE),
-        "log_max": (16.0, float, lambda v: abs(v) < float("inf"), "finite"),
-        "beta1": (0.99, float, *_DECAY),
-        "beta2": (0.999, float, *_DECAY),
-        "overflow_std_dev": (3.09, float, lambda v: 0 <= v < float("inf"), "finite and >= 0"),
-    },
-}
-_NAMES = {"backoff": "Backoff", "logmax": "LogMax"}
-_LOG2_OF_LARGEST = 16.0  # float16's maximum is just below 2^16
+from keras_shardopt.optimizers import scale_algorithms
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -105,28 +78,20 @@ class AutomaticLossScaler:
         if not isinstance(algorithm, str):
             raise TypeError(f'`algorithm` must be "Backoff" or "LogMax". Received: algorithm={algorithm!r}')
         key = algorithm.strip().lower()
-        if key not in _PARAMS:
+        if key not in scale_algorithms.NAMES:
             raise ValueError(f'`algorithm` must be "Backoff" or "LogMax". Received: algorithm={algorithm!r}')
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"`params` must be a dict or None. Received: params={params!r}")
-        self.algorithm = _NAMES[key]
+        self.algorithm = scale_algorithms.NAMES[key]
         self.faithful = check.flag("faithful", faithful)
-        self.params = _checked(self.algorithm, _PARAMS[key], dict(params or {}), self.faithful)
-        self._next = self._backoff if key == "backoff" else self._logmax
+        self.params = scale_algorithms.checked_params(self.algorithm, params or {}, self.faithful)
         self._variables: list[Variable] | None = None
 
     # -- pure functions of the state -----------------------------------------------------------------------------
 
     def initial_state(self) -> list[tuple[str, float, str]]:
         """Returns the name, start value and dtype of each scalar of the state. The first scalar is the scale."""
-        params = self.params
-        if self.algorithm == "Backoff":
-            return [("loss_scale", params["scale_max"], "float32"), ("good_steps", 0, _INT)]
-        scale = 1.0 if self.faithful else min(max(1.0, params["scale_min"]), params["scale_max"])
-        means = [(name, 0.0, "float32") for name in ("mean", "slow_mean", "slow_mean_square")]
-        # 1 minus the sum of the weights in a running mean. `_logmax` divides by this sum, because means start at 0.
-        remaining = [(name, 1.0, "float32") for name in ("left_of_mean", "left_of_slow_mean")]
-        return [("loss_scale", scale, "float32"), *means, *remaining]
+        return scale_algorithms.initial_state(self.algorithm, self.params, self.faithful)
 
     def next_state(self, state: Sequence[Tensor], has_nan: Any, amax: Any) -> list[Tensor]:
         """Returns the state after a step, as tensors in the order of `initial_state()`.
@@ -138,45 +103,9 @@ class AutomaticLossScaler:
         """
         has_nan = ops.convert_to_tensor(has_nan, "bool")
         amax = ops.cast(ops.convert_to_tensor(amax), "float32")
-        return self._next([ops.convert_to_tensor(value) for value in state], overflow(has_nan, amax), amax)
-
-    def _backoff(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
-        scale, good_steps = state
-        good_steps = ops.where(overflows, ops.zeros_like(good_steps), good_steps + ops.ones_like(good_steps))
-        grows = good_steps >= int(self.params["step_window"])
-        factor = self.params["step_factor"]
-        changed = self._bounded(ops.where(overflows, scale / factor, scale * factor))
-        scale = ops.where(ops.logical_or(overflows, grows), changed, scale)
-        return [scale, ops.where(grows, ops.zeros_like(good_steps), good_steps)]
-
-    def _logmax(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
-        scale, mean, slow_mean, slow_mean_square, left, slow_left = state
-        params = self.params
-        magnitude = amax if self.faithful else ops.where(amax > 0, amax, ops.ones_like(amax))
-        at_overflow = 2.0 ** params["log_max"] if self.faithful else params["log_max"]
-        x = ops.where(overflows, float(at_overflow), ops.log2(magnitude))
-        beta1, beta2 = params["beta1"], params["beta2"]
-        mean = beta1 * mean + (1 - beta1) * x
-        slow_mean = beta2 * slow_mean + (1 - beta2) * x
-        slow_mean_square = beta2 * slow_mean_square + (1 - beta2) * ops.square(x)
-        left, slow_left = left * beta1, slow_left * beta2
-        unbiased = mean / (1 - left)
-        variance = slow_mean_square / (1 - slow_left) - ops.square(slow_mean / (1 - slow_left))
-        deviation = ops.sqrt(ops.maximum(variance, ops.zeros_like(variance)))
-        exponent = _LOG2_OF_LARGEST - (unbiased + params["overflow_std_dev"] * deviation)
-        # `_bounded` also limits a power that overflows to infinity, so the exponent needs no bound.
-        new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
-        if self.faithful:
-            return new
-        # Zeros contain no information about the size of the gradient. They may be underflow caused by a small scale,
-        # and a larger scale cannot make them overflow. amax = -inf (no gradient) contains no information either.
-        larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
-        is_informative = ops.logical_or(overflows, amax > 0)
-        return [ops.where(is_informative, after, before) for after, before in zip(new, [larger, *state[1:]])]
-
-    def _bounded(self, scale: Tensor) -> Tensor:
-        # If bounds are reversed, this order of minimum and maximum gives OpenSeq2Seq's result.
-        return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
+        state = [ops.convert_to_tensor(value) for value in state]
+        given = (self.algorithm, self.params, self.faithful)
+        return scale_algorithms.next_state(*given, state, overflow(has_nan, amax), amax)
 
     # -- methods that read or change the state -------------------------------------------------------------------
 
@@ -204,15 +133,11 @@ class AutomaticLossScaler:
     def update(self, has_nan: Any, amax: Any) -> None:
         """Advances the state by one step. See `next_state` for the arguments."""
         state = self._state
-        if self._only_counts(has_nan, amax):
+        if self._may_only_count() and not has_nan and float(amax) < float("inf"):
             state[-1].assign_add(1)
             return
         for variable, value in zip(state, self.next_state(state, has_nan, amax)):
             variable.assign(value)
-
-    def _only_counts(self, has_nan: Any, amax: Any) -> bool:
-        """Whether this step only adds 1 to the counter of good steps. Also False if reading the counter is slow."""
-        return self._may_only_count() and not has_nan and float(amax) < float("inf")
 
     def _may_only_count(self) -> bool:
         """Whether a step without overflow only adds 1 to the counter of good steps. False if reading it is slow."""
@@ -291,28 +216,3 @@ def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:
 
 def _variable(name: str, start: float, dtype: str) -> Variable:
     return keras.Variable(start, dtype=dtype, trainable=False, autocast=False, name=name)
-
-
-def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], faithful: bool) -> dict[str, Any]:
-    unknown = sorted(set(params) - set(rules), key=str)
-    if unknown:
-        raise ValueError(f"`params` of {algorithm!r} may contain only {list(rules)}. Received: {unknown}.")
-    checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}
-    for name, (_, kind, sensible, range_) in rules.items():
-        value = checked[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and not faithful):
-            fix = f" Use `{float(value)}`." if kind is float and isinstance(value, int) else ""
-            raise ValueError(
-                f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
-                f"Received: {value!r} (of type {type(value).__name__}).{fix}"
-            )
-        # Check ints even if `faithful`, because OpenSeq2Seq fails with an int of 0 too, though only in its first step.
-        if (kind is int or not faithful) and not sensible(value):
-            raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
-        checked[name] = kind(value)
-    if not faithful and not checked["scale_min"] <= checked["scale_max"]:
-        raise ValueError(
-            "`params['scale_min']` must not be above `params['scale_max']`. "
-            f"Received: scale_min={checked['scale_min']}, scale_max={checked['scale_max']}"
-        )
-    return checked

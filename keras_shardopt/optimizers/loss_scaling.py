@@ -26,9 +26,9 @@ from keras_shardopt.numerics import (
     map_values,
     overwrites_variable,
 )
+from keras_shardopt.optimizers.cross_shard import cross_shards_in
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
-from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -49,9 +49,13 @@ class ScaledUpdate(OptimizerWrapper):
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         self._scaler, self._static = (scale, None) if isinstance(scale, AutomaticLossScaler) else (None, scale)
         self._skipped = None
+        self._scales_loss = scale is not None
+        self._skips_overflows = self._keeps_state = self._scaler is not None
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
-            _refuse_several_gradients_inside(self)
+            for optimizer in cross_shards_in(self.inner):
+                for stage in optimizer.pipeline.stages:
+                    stage._check_outside(self)
             # Create the variables now, like Keras' counters, because the scale is used before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
@@ -60,21 +64,8 @@ class ScaledUpdate(OptimizerWrapper):
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
 
     @property
-    def _scales_loss(self) -> bool:  # type: ignore[override]
-        return self._scaler is not None or self._static is not None
-
-    @property
-    def _skips_overflows(self) -> bool:  # type: ignore[override]
-        """Whether gradients are checked for overflow. True only if an `AutomaticLossScaler` adjusts the scale."""
-        return self._scaler is not None
-
-    @property
     def _may_skip_updates(self) -> bool:  # type: ignore[override]
         return self._scaler is not None or self._skipped is not None
-
-    @property
-    def _keeps_state(self) -> bool:  # type: ignore[override]
-        return self._scaler is not None
 
     @property
     def loss_scale(self) -> keras.Variable | float:
@@ -183,7 +174,7 @@ class ScaledUpdate(OptimizerWrapper):
         amax = amax / scale
         if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))
-        reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
+        reducers = cross_shards_in(self.inner)
         axes = [reducer.axis_name for reducer in reducers]
         if self._scope.is_reduced:
             if self._scope.group_axis is None:
@@ -307,20 +298,6 @@ class LossScaling(ScaledUpdate):
                 rule = "`loss_scaling` and `loss_scaling_params` must be valid for `AutomaticLossScaler`."
                 raise type(error)(f"{rule} {error}") from None
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
-
-
-def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
-    for optimizer in descendants(outer):
-        for extension in getattr(optimizer, "extension_stages", ()):
-            extension.check_outside(outer)
-        if getattr(optimizer, "accumulation", None) is not None:
-            name = type(outer).__name__
-            raise ValueError(
-                f"`{name}` must be inside a `CrossShard` that accumulates, not around it. Outside, replicas would have "
-                "to communicate for each micro-batch to decide whether it overflows. "
-                f"Received: inner_optimizer={outer.inner!r}. "
-                f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
-            )
 
 
 def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:

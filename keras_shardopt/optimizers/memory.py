@@ -62,7 +62,7 @@ def _kinds(optimizer: Any, report: MemoryReport) -> dict[str, Bytes]:
         slices_of_weights = shards.stand_ins
     divided = {id(variable) for variable in shards.variables} if slices_of_weights else ()
     own_weights = [v for v in weights if id(v) not in divided] + slices_of_weights
-    sums = [] if optimizer.accumulation is None else optimizer.accumulation.sums
+    sums = [] if optimizer.accumulation is None else optimizer.accumulation.sums.totals
     known = {id(variable) for variable in sums}
     kept = [v for v in optimizer._variables if id(v) not in known] + ([] if shards is None else shards.copies)
     slices, sent = reducer.predicted_bytes()

@@ -111,11 +111,7 @@ class MixedPrecision(ScaledUpdate):
     ) -> None:
         scale = None if loss_scale is None else checked_scale(loss_scale, "loss_scale")
         super().__init__(inner_optimizer, scale, name)
-
-    @property
-    def _keeps_state(self) -> bool:  # type: ignore[override]
-        """Whether this wrapper has its own variables. True even before `build` creates master weights."""
-        return True
+        self._keeps_state = True  # even before `build` creates master weights
 
     @property
     def _may_skip_updates(self) -> bool:  # type: ignore[override]

@@ -9,7 +9,7 @@ import keras
 
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.numerics import Tensor, Variable, path_of
-from keras_shardopt.update.replica_transform import unscaled_gradients
+from keras_shardopt.update.units import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
 from keras_shardopt.wrapping.rollback import save_before_assignment
 

@@ -61,11 +61,7 @@ class StageContext:
         trainable = self.trainable
         if not trainable or (len(variables) == len(trainable) and all(map(operator.is_, variables, trainable))):
             return range(len(variables))
-        return [self.position(variable) for variable in variables]
-
-    def position(self, variable: Variable) -> int:
-        """Return the index of a variable in `trainable`."""
-        return int(self._optimizer._position(variable))
+        return [int(self._optimizer._position(variable)) for variable in variables]
 
     @property
     def updates(self) -> Any:
@@ -132,11 +128,6 @@ class StageContext:
     def decides_with_all(self) -> bool:
         """Whether a wrapped optimizer skips an update in all groups if a gradient of one group is not finite."""
         return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
-
-    @property
-    def window(self) -> Any:
-        """The `Accumulation` object, which sums gradients over micro-batches, or None."""
-        return self._optimizer.accumulation
 
     @property
     def has_finished(self) -> bool:

@@ -135,9 +135,6 @@ class ExtensionStage(Stage):
         stages = [stage for each in optimizers for stage in getattr(each, "extension_stages", ())]
         return [stage for stage in stages if isinstance(stage, cls)]
 
-    def check_outside(self, outer: Any) -> None:
-        """Raise ValueError if the loss-scaling optimizer `outer` must not wrap this `CrossShard`."""
-
     def before_reading(self) -> None:
         """Prepare weights for reading or saving. Called on all processes together."""
 

@@ -41,12 +41,10 @@ def _evidence_of(comm: Communicator, declared: GradientState | None = None) -> E
 class GradientStateFinder:
     """Determines the `GradientState` of incoming gradients: of one replica, summed, or averaged, for example."""
 
-    def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
+    def __init__(self, options: CrossShardOptions) -> None:
         self._options = options
         self.needing = options.needing_local_gradients()
         """The options that need each replica's unreduced gradients, as `name=value`."""
-        self.accumulates = accumulates
-        self._optimizer = optimizer
         self.declared_state: GradientState | None = GRADIENT_STATES[options.gradients]
         """How gradients arrive (reduced or not), as set by the argument `gradients` or `declare`; None to detect it."""
         self._last: GradientState | None = None
@@ -75,17 +73,7 @@ class GradientStateFinder:
         """
         check_groups(self._options.group_assignment, comm)
         state = step.gradient_state or self.find(step, comm)
-        is_reduced = comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED)
-        if is_reduced and self.accumulates:
-            advice = _SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE
-            if self._options.gradients != "auto":
-                advice = f"Leave `gradients={self._options.gradients!r}` out. {advice}"
-            self._warn_once(
-                f"{self._optimizer!r} accumulates gradients that are already averaged over the replicas. Updates are "
-                f"correct, but each micro-batch communicates. {advice}",
-                "accumulates",
-            )
-        if is_reduced and self.needing:
+        if self.needing and comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED):
             self._raise_reduced(state, comm.num_replicas)
         return step.replace(gradient_state=state)
 
@@ -106,9 +94,15 @@ class GradientStateFinder:
             self._warn_once(doubt)
         return state
 
-    def _warn_once(self, words: str, key: str | None = None) -> None:
-        if (key or words) not in self._warned:
-            self._warned.add(key or words)
+    def advice(self, state: GradientState) -> str:
+        """Return how to get each replica's gradients, for gradients that arrive averaged or summed (`state`)."""
+        advice = _SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE
+        is_set = self._options.gradients != "auto"
+        return f"Leave `gradients={self._options.gradients!r}` out. {advice}" if is_set else advice
+
+    def _warn_once(self, words: str) -> None:
+        if words not in self._warned:
+            self._warned.add(words)
             warn(words)
 
     def _raise_reduced(self, state: GradientState, num_replicas: int) -> None:
@@ -127,7 +121,7 @@ def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
     """Raise ValueError if `optimizer`, which is inside a `CrossShard`, needs each replica's unreduced gradients."""
     finder = getattr(optimizer, "state_finder", None)
     if isinstance(finder, GradientStateFinder):
-        if finder.accumulates:
+        if getattr(optimizer, "accumulation", None) is not None:
             raise ValueError(
                 "`gradient_accumulation_steps` must be passed to the outer `CrossShard`. In the inner optimizer, each "
                 f"micro-batch would communicate. Received: inner_optimizer={optimizer!r}."

@@ -23,10 +23,13 @@ class Known:
 
     def of(self, variable: Variable) -> np.ndarray:
         """Return the variable's value, which is read only if it was assigned since the last call."""
-        version = runtime.version(variable)
-        if version != self._version:
+        if not self.is_current(variable):
             self.note(variable, ops.convert_to_numpy(variable))
         return self._value
+
+    def is_current(self, variable: Variable) -> bool:
+        """Whether `of` returns a value without reading the variable. False in compiled steps."""
+        return self._version is not None and runtime.version(variable) == self._version
 
     def note(self, variable: Variable, value: Any) -> None:
         """Store the value that was just assigned to the variable."""

@@ -7,6 +7,8 @@ replicas. The result of the check has three forms:
 - Before the reduction: a scalar, the index from 1 of this replica's first nonfinite gradient, or 0.
 - In the reduction: flags, `num_flags` elements.
 - After the reduction: `found_inf`, three ints that are equal on all replicas. `Step.found_inf` describes them.
+
+Every index is a position among the optimizer's trainable variables, even if a step has only some of these.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ class SkipNonFinite(Stage):
         checks_early: whether to check each replica's gradients before the reduction, even if they arrive reduced.
     """
 
-    needs_local_gradients = False
     _allows_overlap = True  # a reducer that sends early also checks the gradients
 
     def __init__(self, context: StageContext, skips_inside: bool, checks_early: bool) -> None:
@@ -61,14 +62,16 @@ class SkipNonFinite(Stage):
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Check gradients that an outer optimizer or a trainer has reduced without a check."""
         if step.is_reduced and step.found_inf is None:
-            step = step.replace(found_inf=check_reduced(step.grads, step.variables))
+            places = self._context.positions(step.variables)
+            step = step.replace(found_inf=check_reduced(step.grads, step.variables, places))
         proceed(step)
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Check gradients after `replica_transform` and before `replica_clipnorm`, because clipping spreads a NaN."""
         if not (step.is_local or self._checks_early):
             return step
-        return step.replace(found_inf=first_not_finite(step.grads, step.variables))
+        places = self._context.positions(step.variables)
+        return step.replace(found_inf=first_not_finite(step.grads, step.variables, places))
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """Skip and count an update with nonfinite gradients. Record the replica and the variable."""
@@ -78,12 +81,7 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        source, positions = found_inf[1:], [*map(self._context.position, step.variables), UNKNOWN]
-        if positions[:-1] != [*range(len(positions) - 1)]:
-            # Convert an index among the step's variables to one among the optimizer's. `UNKNOWN` (-1) stays `UNKNOWN`.
-            index = ops.take(ops.convert_to_tensor(positions, "int32"), found_inf[2] % len(positions), axis=0)
-            source = ops.stack([found_inf[1], index])
-        self.source.assign(ops.where(is_bad, source, ops.convert_to_tensor(self.source)))
+        self.source.assign(ops.where(is_bad, found_inf[1:], ops.convert_to_tensor(self.source)))
         if self._skips_inside:
             proceed(step)
             return
@@ -112,18 +110,30 @@ class SkipNonFinite(Stage):
 _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 
-def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """Return the index, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite."""
+def first_not_finite(grads: Gradients, variables: Sequence[Variable], places: Sequence[int]) -> Tensor:
+    """Return the index, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite.
+
+    Args:
+        grads: one gradient or None per variable.
+        variables: the variables of `grads`.
+        places: the positions of `variables` among the optimizer's trainable variables.
+    """
     checked = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not checked:
         return ops.zeros((), "int32")
     is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in checked]))
     # `arange` is made on the device; a list would be copied to it.
-    is_all = len(checked) == len(grads)
-    positions = ops.arange(1, len(grads) + 1, dtype="int32") if is_all else ops.convert_to_tensor(checked, "int32") + 1
-    last = len(grads) + 1
+    is_all = len(checked) == len(grads) and isinstance(places, range)
+    given = [places[i] for i in checked]
+    positions = ops.arange(1, len(grads) + 1, dtype="int32") if is_all else ops.convert_to_tensor(given, "int32") + 1
+    last = num_places(places) + 1
     first = ops.min(ops.where(is_bad, positions, filled_like(positions, last)))
     return ops.where(first < last, first, ops.zeros_like(first))
+
+
+def num_places(places: Sequence[int]) -> int:
+    """Return the number of the optimizer's trainable variables up to the last one with a position in `places`."""
+    return max(places, default=-1) + 1
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
@@ -165,9 +175,9 @@ def found_inf_from_flags(flags: Tensor, position: Tensor, num_variables: int, nu
     return ops.stack([is_bad, source[0], ops.where(is_known, source[1], position - 1)])
 
 
-def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+def check_reduced(grads: Gradients, variables: Sequence[Variable], places: Sequence[int]) -> Tensor:
     """Return (is nonfinite, `UNKNOWN` as replica, index) for gradients that are already reduced over replicas."""
-    position = first_not_finite(grads, variables)
+    position = first_not_finite(grads, variables, places)
     return ops.stack([position, filled_like(position, UNKNOWN), position - 1])
 
 
@@ -208,8 +218,8 @@ def move_and_check(
     Returns:
         The gradients, and `found_inf`, equal on the replicas of all groups.
     """
-    world, variables, found = members.world, reduction.variables, reduction.found
-    num_variables, is_group = len(variables), members.world is not members
+    world, places, found = members.world, reduction.places, reduction.found
+    num_variables, is_group = num_places(places), members.world is not members
 
     def own_flags(dtype: str) -> Tensor:
         return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
@@ -221,7 +231,7 @@ def move_and_check(
         if not is_group or members.is_spmd:
             raise
         failure, moved = error, Moved(list(reduction.grads), None)  # raised below, after the collective of all groups
-    all_flags, position = moved.nonfinite_flags, first_not_finite(moved.grads, variables)
+    all_flags, position = moved.nonfinite_flags, first_not_finite(moved.grads, reduction.variables, places)
     if moved.in_slices:
         position = first_in_slices(position, num_variables, members)
     if is_group:

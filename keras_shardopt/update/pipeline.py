@@ -7,7 +7,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from keras import ops
 
@@ -15,9 +15,10 @@ from keras_shardopt.backends import phases
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
-from keras_shardopt.numerics import Gradients, Tensor, Variable
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.fused import FusedUpdate
+from keras_shardopt.update.reducers import Reducer
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
 
@@ -25,44 +26,6 @@ _NO_STEP = Step((), ())
 # The step set by `resuming`. A context variable, because TensorFlow's replicas are threads that alternate in an update.
 _resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NO_STEP)
 _resumed_lock = threading.Lock()
-
-
-class Reducer(Protocol):
-    """Averages or sums gradients over replicas, after the backward pass or during it (in buckets)."""
-
-    transport: Transport
-    """Encodes and sends gradients between replicas."""
-
-    buckets: Any
-    """The groups of gradients that are sent during the backward pass; None if all are sent at the end."""
-
-    def members(self, comm: Communicator) -> Communicator:
-        """Return the communicator of the replicas that reduce gradients together: `comm`, or this replica's group."""
-
-    def predicted_bytes(self) -> tuple[int, int | None]:
-        """Predict the bytes of this replica's gradient slices, and the bytes for sending (None if unknown)."""
-
-    def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Prepare to send gradients during the backward pass of `loss`. `row_share` is 0 if the replica has no rows."""
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether the last backward pass has already reduced the gradients of this step."""
-
-    def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with gradients reduced in buckets (groups), skipping `Stage.local`; None without buckets."""
-
-    def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Return the step with gradients reduced over replicas: whole, or this replica's slices."""
-
-    def own_part(self, step: Step) -> Step:
-        """Return a reduced step with only this replica's slices of gradients; the same step if state is not divided."""
-
-    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return, for each gradient, the dimension along which `reduce` divides it among replicas, or None."""
-
-    def finish(self, comm: Communicator) -> None:
-        """Notify other replicas that this replica has ended training, so they do not wait."""
 
 
 class Pipeline:
@@ -115,9 +78,9 @@ class Pipeline:
 
     def micro_batch(self, step: Step, starts: Any) -> None:
         """Pass a micro-batch's gradients to stages that need them. `starts` is true for the first of an update."""
+        comm = runtime.communicator(self._axis_name)
         for stage in self.stages:
-            if stage._uses_micro_batches:
-                stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
+            stage._micro_batch(step, starts, comm)
 
     def reset(self) -> None:
         """Reset all stages and the transport, because state was loaded."""
@@ -192,11 +155,6 @@ class Pipeline:
         """The step passed to `resuming`; outside it, an empty step."""
         # Check the count first, because each read of a context variable splits the graph of torch.compile.
         return _resumed.get() if self._num_resumed else _NO_STEP
-
-    def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values of the variables in `carried`. `values` has the values of `variables`, a larger list."""
-        by_id = {id(variable): value for variable, value in zip(variables, values)}
-        return [by_id[id(variable)] for variable in self.carried]
 
     def _reduce_and_commit(self, step: Step) -> None:
         if step.is_reduced:

@@ -26,7 +26,6 @@ from keras_shardopt.update.nonfinite import (
     num_flags,
 )
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.pipeline import Reducer
 from keras_shardopt.update.reduction import Reduction, rescale_reduced
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.scattered import AlongAxes
@@ -53,10 +52,16 @@ class GradientSlicer(Protocol):
 
 
 class AllReduce:
-    """Gives every replica the mean or the sum of the gradients of all replicas, or of its group."""
+    """Gives every replica the mean or the sum of the gradients of all replicas, or of its group.
+
+    Its methods are the interface of all reducers.
+    """
+
+    transport: Transport
+    """Encodes and sends gradients between replicas."""
 
     buckets: Any = None
-    """None: this reducer sends all gradients at the end."""
+    """The groups of gradients that are sent during the backward pass; None if all are sent at the end."""
 
     def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport) -> None:
         self._context = context
@@ -66,25 +71,28 @@ class AllReduce:
         self._decides_with_all = context.decides_with_all
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Do nothing, because this reducer sends gradients after the backward pass."""
+        """Prepare to send gradients during the backward pass of `loss`. `row_share` is 0 if the replica has no rows."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
+        """Return the step with gradients reduced in buckets (groups), skipping `Stage.local`; None without buckets."""
         return None
 
     @property
     def has_finished(self) -> bool:
+        """Whether the last backward pass has already reduced the gradients of this step."""
         return False
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Return the bytes that PyTorch's buckets will need: for this replica's gradient slices, and for sending."""
+        """Predict the bytes of this replica's gradient slices, and the bytes for sending (None if unknown)."""
         return 0, 0
 
     def members(self, comm: Communicator) -> Communicator:
-        """Return the communicator of this replica's group; without groups, the communicator of all replicas."""
+        """Return the communicator of the replicas that reduce gradients together: `comm`, or this replica's group."""
         groups = self._options.group_assignment
         return comm if groups is None else comm.split(groups)
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
+        """Return the step with gradients reduced over replicas: whole, or this replica's slices."""
         members = self.members(comm)
         if not step.is_local:
             return self.own_part(self._without_collective(step, members))
@@ -95,14 +103,15 @@ class AllReduce:
         axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
         transfer = AlongAxes(transfer, axes) if axes else transfer
         grads, found_inf = self._moved(reduction, transfer, members)
-        step = transfer.left(step.replace(found_inf=found_inf), self._decides_with_all)
-        return self._arrived(reduction.unpack(grads, found_inf, step))
+        step = step.replace(grads=reduction.unpack(grads, step.variables), found_inf=found_inf)
+        return self._arrived(transfer.left(step, self._decides_with_all))
 
     def own_part(self, step: Step) -> Step:
+        """Return a reduced step with only this replica's slices of gradients; the same step if state is not divided."""
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension along which each variable's state is divided over devices; None if it is whole."""
+        """Return, for each gradient, the dimension along which `reduce` divides it among replicas, or None."""
         if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
@@ -114,7 +123,7 @@ class AllReduce:
         return self._context.lays_out_state and is_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
-        """Send zeros and the flag that this replica has ended training, so other replicas do not wait for it."""
+        """Send zeros and the flag that this replica has ended training, so other replicas do not wait."""
         members, variables = self.members(comm), self._context.trainable
         # Send nothing if one program runs all replicas, or if float8 variables would need a second collective.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
@@ -127,7 +136,7 @@ class AllReduce:
         step = step.replace(grads=rescale_reduced(step, self._options.reduction, members.num_replicas))
         if not self._checks_finite:
             return step
-        position = first_not_finite(step.grads, step.variables)
+        position = first_not_finite(step.grads, step.variables, self._context.positions(step.variables))
         return step.replace(found_inf=found_inf_without_flags(position, step.found_inf, members.num_replicas))
 
     def _moved(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> tuple[Any, Tensor | None]:
@@ -167,7 +176,7 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Return the dimension along which each variable's state is divided, or 0 for state in padded arrays."""
+        """Return the dimension along which each gradient is divided, or 0 for state in padded arrays."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 
@@ -212,14 +221,13 @@ class Overlapped:
         """Prepare to send gradients during the backward pass of this loss, if Keras' trainer runs the step."""
         if self.buckets is None or not runtime.is_concrete(loss):
             return
-        window = self._context.window
-        if window is None:
-            self.buckets.follow(loss, self._context.optimizer, bool(row_share))
-        elif window.is_built and window.ends_next:
-            self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
+        optimizer, counts = self._context.optimizer, bool(row_share)
+        if optimizer.accumulation is None:
+            self.buckets.follow(loss, optimizer, counts)
+        elif (mean := optimizer.accumulation.sums.mean_with_last(counts)) is not None:
+            self.buckets.follow(loss, optimizer, True, mean)
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Return the step with gradients reduced in buckets (groups), sent during the backward pass or now."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
@@ -236,7 +244,6 @@ class Overlapped:
         return step
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        """Predict the bytes of this replica's gradient slices, and the bytes for sending (None if encoded)."""
         if _bytes is None or (self._among is not None and self.buckets is None):
             return 0, 0
         num_ranks = self._context.communicator().num_replicas
@@ -279,13 +286,16 @@ class Overlapped:
         return self.buckets
 
 
+Reducer = AllReduce | Overlapped
+
+
 def reducer_of(
     context: StageContext,
     options: CrossShardOptions,
     stages: Sequence[Stage],
     transport: Transport | None = None,
     shards: GradientSlicer | None = None,
-) -> AllReduce | Overlapped:
+) -> Reducer:
     """Return the object that reduces gradients, as the options require. With `shards`, each replica gets its slices."""
     if transport is None:
         transport = transport_of(options.compression, context)
@@ -301,6 +311,6 @@ def reducer_of(
     return at_the_end
 
 
-def whole_reducer_of(reducer: Reducer) -> Reducer:
+def whole_reducer_of(reducer: Reducer) -> AllReduce:
     """Return the reducer that sends after the backward pass: `reducer`, or the one inside an `Overlapped`."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

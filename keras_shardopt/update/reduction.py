@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import (
-    UNKNOWN,
     Gradients,
     ReduceOp,
     Tensor,
@@ -68,15 +67,13 @@ class Reduction:
     @classmethod
     def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
         """Create the input of a reduction from a step with this replica's gradients, already times `Step.weight`."""
-        grads, variables, found = step.grads, step.variables, step.found_inf
+        grads, variables = step.grads, step.variables
         trainable, trained = context.trainable, None
         positions = context.positions(variables)
         if not members.is_spmd and len(positions) < len(trainable):
             # Every rank sends an entry for every variable, even a frozen one, so the reduction detects when ranks train
             # different variables.
             given = dict(zip(positions, grads))
-            if found is not None:
-                found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)
             variables, positions = list(trainable), range(len(trainable))
             grads, trained = [given.get(i) for i in positions], [i in given for i in positions]
         assert step.gradient_state is not None
@@ -88,7 +85,7 @@ class Reduction:
             factor=rescaling(kind, members) if step.gradient_state is GradientState.LOCAL_PRESCALED else 1,
             is_whole=step.gradient_state is GradientState.LOCAL,
             trained=trained,
-            found=found,
+            found=step.found_inf,
             loss_scale=step.loss_scale,
             own=step.own,
         )
@@ -104,20 +101,12 @@ class Reduction:
         """Return a copy with other values in some fields."""
         return dataclasses.replace(self, **changes)
 
-    def unpack(self, grads: Gradients, found_inf: Tensor | None, step: Step) -> Step:
-        """Return `step` with the reduced `grads`, but only those of the variables that this replica trains."""
-        if self.trained is not None:
-            order = {id(variable): i for i, variable in enumerate(self.variables)}
-            positions = [order[id(variable)] for variable in step.variables]
-            if found_inf is not None:
-                # Convert an index among the optimizer's variables to one among the step's; -1 (`UNKNOWN`) stays -1.
-                indices = [UNKNOWN] * (len(self.variables) + 1)
-                for index, position in enumerate(positions):
-                    indices[position] = index
-                found_index = ops.take(ops.convert_to_tensor(indices, "int32"), found_inf[2] % len(indices), axis=0)
-                found_inf = ops.stack([found_inf[0], found_inf[1], found_index])
-            grads = [grads[i] for i in positions]
-        return step.replace(grads=grads, found_inf=found_inf)
+    def unpack(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
+        """Return the reduced gradients of `variables`, those of the step, from the `grads` of all variables."""
+        if self.trained is None:
+            return grads
+        by_id = {id(variable): grad for variable, grad in zip(self.variables, grads)}
+        return [by_id[id(variable)] for variable in variables]
 
 
 def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:

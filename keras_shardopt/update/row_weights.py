@@ -7,8 +7,8 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, map_values, overwrites_variable
-from keras_shardopt.update.replica_transform import is_one
 from keras_shardopt.update.step import Step
+from keras_shardopt.update.units import is_one
 
 
 def zero_without_rows(step: Step) -> Step:

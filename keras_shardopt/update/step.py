@@ -49,7 +49,7 @@ class Step:
     """The factor by which the loss was multiplied; None for the optimizer's `loss_scale`."""
 
     found_inf: Tensor | tuple[int, int, int] | None = None
-    """The first nonfinite gradient; None if unchecked. Indices are positions in the step's `variables`.
+    """The first nonfinite gradient; None if unchecked. Indices are positions among the optimizer's trainable variables.
 
     Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After the
     reduction: an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not
@@ -119,16 +119,15 @@ class Stage:
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     @property
-    def _uses_micro_batches(self) -> bool:
-        return self._overrides("_micro_batch")
-
-    @property
     def _allows_overlap(self) -> bool:
         """Whether gradients may be sent during the backward pass, before the update starts, which skips `local`."""
         return not (self.needs_local_gradients or self._overrides("collect", "local"))
 
     def check(self, optimizer: Any) -> None:
         """Raise ValueError if `optimizer`, a `CrossShard` under construction, does not support the stage."""
+
+    def _check_outside(self, outer: Any) -> None:
+        """Raise ValueError if the loss-scaling optimizer `outer` must not wrap the `CrossShard` with this stage."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Create the stage's variables when the optimizer is built.

@@ -9,13 +9,13 @@ import keras
 from keras import ops
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.numerics import Variable, is_sparse, like_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.replica_transform import scaled_gradients, unscaled_gradients
 from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.update.units import scaled_gradients, unit_of, unscaled_gradients
 
 
 class UserStage(Stage):
@@ -41,10 +41,6 @@ class UserStage(Stage):
                 "`takes_slices = True` in the class if the stage processes each element independently."
             )
         return [cls(stage, context) for stage in options.stages]
-
-    @property
-    def _uses_micro_batches(self) -> bool:
-        return self._stage._uses_micro_batches
 
     @property
     def _allows_overlap(self) -> bool:
@@ -92,7 +88,8 @@ class UserStage(Stage):
     def local(self, step: Step, comm: Communicator) -> Step:
         if not self._stage._overrides("local"):
             return step
-        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
+        unit = unit_of(step, comm, self._context)
+        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
         with assigning_nothing(f"`{self._name_of('local')}`"):
             after = self._stage.local(own, comm)
         self._check(after, own, "local", "End the method with `return step.replace(grads=...)`.")
@@ -103,15 +100,9 @@ class UserStage(Stage):
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
 
     def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
-        grads = unscaled_gradients(step.grads, step.variables, self._context.loss_scale)
-        self._stage._micro_batch(step.replace(grads=grads), starts, comm)
-
-    def _unit(self, step: Step, comm: Communicator) -> Any:
-        """Return the factor between this replica's gradients and those of its mean loss, such as the loss scale."""
-        share = step.row_share
-        rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
-        unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
-        return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
+        if self._stage._overrides("_micro_batch"):
+            grads = unscaled_gradients(step.grads, step.variables, self._context.loss_scale)
+            self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """Call the stage's `commit`. If loss scaling skips the update, the stage's variables keep their values."""

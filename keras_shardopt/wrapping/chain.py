@@ -168,6 +168,11 @@ def scales_loss(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_scales_loss", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
+def skips_overflows(optimizer: Optimizer) -> bool:
+    """Whether the optimizer itself, not one inside it, skips updates if gradients overflow."""
+    return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
+
+
 def shown(optimizer: object) -> str:
     """Return the text of an optimizer in the `repr` of its wrapper."""
     if isinstance(optimizer, Wrapping):

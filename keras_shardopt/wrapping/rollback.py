@@ -50,9 +50,9 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 class Rollback:
     """Restores variables that forward passes have changed if `optimizer`, the outermost wrapper, skips an update."""
 
-    def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
-        self.accumulators = accumulators
-        """The object that accumulates gradients (`Accumulation`), or None."""
+    def __init__(self, optimizer: Optimizer, window: Any, add_variable: Callable[..., Variable] | None) -> None:
+        self.window = window
+        """Counts the micro-batches of an update (`update/window.py`); None without gradient accumulation."""
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
@@ -90,7 +90,7 @@ class Rollback:
         """Restore the variables if `optimizer` has skipped the update."""
         if optimizer._collects or _more_gradients_follow.get():
             return
-        after, window = stamp(optimizer._iterations), self.accumulators
+        after, window = stamp(optimizer._iterations), self.window
         if isinstance(after, int):
             self._within_window = window is not None and not window.is_complete
             if not self._within_window:
@@ -186,8 +186,8 @@ class Rollback:
         iterations = position[id(optimizer._iterations)]
         skipped = ops.equal(state[2][iterations], after[iterations])
         starts = None
-        if self.accumulators is not None:
-            counter = position[id(self.accumulators.counter)]
+        if self.window is not None:
+            counter = position[id(self.window.counter)]
             starts = ops.equal(state[2][counter], 0)
             skipped = ops.logical_and(skipped, ops.equal(after[counter], 0))
         for i, variable in enumerate(model.non_trainable_variables):
@@ -227,15 +227,15 @@ def rollback_of(optimizer: Optimizer) -> Rollback | None:
     if not any(map(may_skip_updates, chain)):
         return None
     accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
-    accumulators = None if accumulating is None else accumulating.accumulation
-    # Reuse the `Rollback` of an inner wrapper only if it has variables to restore and the same accumulators.
+    window = None if accumulating is None else accumulating.accumulation.window
+    # Reuse the `Rollback` of an inner wrapper only if it has variables to restore and the same window.
     for rollback in made:
-        if rollback.variables and rollback.accumulators is accumulators:
+        if rollback.variables and rollback.window is window:
             return rollback
     with empty_name_scope(), placement.colocate_with(next(iter(optimizer._trainable_variables), None)):
-        rollback = Rollback(optimizer, accumulators, getattr(accumulating, "add_variable", None))
-    if accumulators is not None:
-        accumulators.snapshots = rollback.snapshots
+        rollback = Rollback(optimizer, window, getattr(accumulating, "add_variable", None))
+    if window is not None:
+        window.snapshots = rollback.snapshots
     placement.place(rollback.snapshots, "replicated")
     return rollback
 

@@ -16,7 +16,7 @@ from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.update import accumulation
+from keras_shardopt.update.gradient_sums import GradientSums
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]
@@ -228,7 +228,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
         monkeypatch.setattr(runtime, "add_n", _not_cleared)
     else:
-        monkeypatch.setattr(accumulation.Accumulation, "_mean", _not_divided)
+        monkeypatch.setattr(GradientSums, "_mean", _not_divided)
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 1, 2))
 

@@ -118,7 +118,7 @@ def test_planted_faults_are_found(fault, monkeypatch):
     def init(self, *args):
         real(self, *args)
         if fault == "window of one":
-            self._cross_shard.accumulation.num_steps = 1
+            self._cross_shard.accumulation.window.num_steps = 1
 
     def gradients(*args):
         grads, value = real_gradients(*args)

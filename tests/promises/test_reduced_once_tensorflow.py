@@ -305,11 +305,11 @@ def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypa
     from keras_shardopt.backends.communicator import GradientState
     from keras_shardopt.update import replica_transform
 
-    real = replica_transform.transformed_gradients
+    real = replica_transform.unit_of
     monkeypatch.setattr(
         replica_transform,
-        "transformed_gradients",
-        lambda g, v, n, gradient_state, *rest: real(g, v, n, GradientState.LOCAL, *rest),
+        "unit_of",
+        lambda step, *rest: real(step.replace(gradient_state=GradientState.LOCAL), *rest),
     )
     with pytest.raises(AssertionError):
         test_each_replica_is_clipped_by_itself_under_fit(2)

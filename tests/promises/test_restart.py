@@ -289,9 +289,10 @@ def test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning(tmp_path
         model.fit(*problem.data(STEPS), batch_size=problem.BATCH_SIZE, callbacks=[backup], shuffle=False, verbose=0)
     said = [str(w.message) for w in caught if "accumulated gradients that no update has used" in str(w.message)]
     assert len(said) == (0 if is_whole else 1), said
-    assert bool(optimizer.accumulation.num_taken) is not is_whole
+    assert bool(optimizer.accumulation.window.num_taken) is not is_whole
     restored, anew = accumulating()
     backup.set_model(restored)
     backup.on_train_begin()
-    assert not anew.accumulation.num_taken and int(anew.iterations) == int(optimizer.iterations) == STEPS // num_steps
+    assert not anew.accumulation.window.num_taken
+    assert int(anew.iterations) == int(optimizer.iterations) == STEPS // num_steps
     assert_same([np.asarray(w) for w in restored.get_weights()], [np.asarray(w) for w in model.get_weights()])

@@ -148,9 +148,6 @@ class Buckets:
             )
         self._sums.num_updates += 1
         self.found_inf = self._sums.found_inf
-        if self.found_inf is not None and self.found_inf[2] >= 0:
-            is_bad, rank, place = self.found_inf
-            self.found_inf = is_bad, rank, places.index(place) if place in places else -1
         return [finished[i] for i in places]
 
     @torch.no_grad()

@@ -192,7 +192,8 @@ class TrainingStep:
         self._model = model
         self._caller_decides = caller_decides
         self._cross_shard = _cross_shard_of(optimizer)
-        self._iter_size = 1 if self._cross_shard.accumulation is None else self._cross_shard.accumulation.num_steps
+        accumulation = self._cross_shard.accumulation
+        self._iter_size = 1 if accumulation is None else accumulation.window.num_steps
         self._cross_shard.state_finder.declare(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
@@ -263,7 +264,7 @@ class TrainingStep:
         )
         if skip_update is not None:
             # Decide right before `apply`, because other replicas' threads decide while this thread computes its loss.
-            self._cross_shard.accumulation.decide(not skip_update)
+            self._cross_shard.accumulation.window.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 

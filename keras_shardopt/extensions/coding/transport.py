@@ -18,9 +18,9 @@ from keras_shardopt.numerics import Optimizer, ReduceOp, Tensor, Variable, cast,
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.update.reduction import Reduction
-from keras_shardopt.update.replica_transform import is_one
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
+from keras_shardopt.update.units import is_one
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"

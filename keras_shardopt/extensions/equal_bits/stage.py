@@ -42,7 +42,7 @@ class SumOfParts(ExtensionStage):
         self._found: Any = None
         self._next: int | None = None
 
-    def check_outside(self, outer: Any) -> None:
+    def _check_outside(self, outer: Any) -> None:
         """Raise ValueError, because `outer`, a loss-scaling optimizer, must be inside `CrossShard`, not around it."""
         name = type(outer).__name__
         raise ValueError(

@@ -63,8 +63,8 @@ def in_parts(
     others = tree if len(own) == 1 and can_repeat else None
     watching = watching_layers(weights.note_assigned) if trains else contextlib.nullcontext()
     with as_parts() as begin, one_thread(), watching:
-        window = cross_shard.accumulation
-        batch = [int(cross_shard.iterations), 0 if window is None else window.num_taken]
+        accumulation = cross_shard.accumulation
+        batch = [int(cross_shard.iterations), 0 if accumulation is None else accumulation.window.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
@@ -178,8 +178,8 @@ class PartsStep(TrainStep):
 
 def _is_skipped(cross_shard: Any, updates: int | None) -> bool:
     """Whether the update was skipped: `iterations` still has the version `updates` from before the batch."""
-    window = cross_shard.accumulation
-    return runtime.version(cross_shard.iterations) == updates and (window is None or bool(window.is_complete))
+    is_complete = cross_shard.accumulation is None or bool(cross_shard.accumulation.window.is_complete)
+    return is_complete and runtime.version(cross_shard.iterations) == updates
 
 
 def _copied(data: Any) -> Any:

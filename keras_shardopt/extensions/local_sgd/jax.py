@@ -186,7 +186,7 @@ class _LocalStep:
 
 def _share_of_window(optimizer: CrossShardProtocol, values: Any) -> Any:
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values))):
-        return optimizer.accumulation.share
+        return optimizer.accumulation.sums.share
 
 
 class LocalStep(TrainStep):

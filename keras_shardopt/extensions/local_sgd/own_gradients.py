@@ -41,7 +41,7 @@ class OwnGradients(AllReduce):
         step = step.replace(grads=grads)
         if not self._checks_finite:
             return step
-        found = check_reduced(grads, step.variables)
+        found = check_reduced(grads, step.variables, self._context.positions(step.variables))
         if own is not None and not isinstance(own, tuple):  # found before clipping, which spreads NaN to all gradients
             found = ops.where(own > 0, ops.stack([own, filled_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])

@@ -62,8 +62,8 @@ class Copies:
 
     def _unsynced_statistics(self) -> list[Variable]:
         """Return the moving statistics that can differ between replicas, even after an average of weights."""
-        window = self._optimizer.accumulation
-        has_changed = self._schedule.num_updates or (window is not None and window.num_taken)
+        summing = self._optimizer.accumulation
+        has_changed = self._schedule.num_updates or (summing is not None and summing.window.num_taken)
         return self._variables.statistics if has_changed else []
 
     def _means(self, variables: Sequence[Variable], own: Sequence[list[np.ndarray]]) -> list[np.ndarray]:

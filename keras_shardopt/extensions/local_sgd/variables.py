@@ -69,8 +69,8 @@ class ReplicaVariables:
         """The optimizer variables that each replica updates separately."""
         optimizer = self._optimizer
         rates = [v for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"]
-        window = optimizer.accumulation
-        kept = [] if window is None else [window.counter, *window._replica_state]
+        summing = optimizer.accumulation
+        kept = [] if summing is None else [summing.window.counter, *summing._replica_state]
         excluded = set(map(id, [*rates, *kept, *self._excluded]))
         return [v for v in optimizer.variables if id(v) not in excluded]
 

@@ -85,7 +85,7 @@ class TrainStep:
         """Run a step of `fit` (`real` is Keras's step). Return the logs and the new training state."""
         model, cross_shards = self.model, self.cross_shards
         distribution = keras.distribution.distribution()
-        stacks = any(each.accumulation is not None and each.accumulation.is_stacked for each in cross_shards)
+        stacks = any(each.accumulation is not None and each.accumulation.stacked_along for each in cross_shards)
         if not self.is_needed(distribution, stacks):
             return real(state, data)
         if not has_built_in_step(model):
@@ -148,7 +148,8 @@ def _per_replica(
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
     axes = cross_shard.pipeline.reducer.dividing_axes(variables)
     weights, others, optimizer_state, metrics = state
-    carried = cross_shard.pipeline.carried_in(model.optimizer.variables, optimizer_state)
+    value_of = dict(zip(map(id, model.optimizer.variables), optimizer_state))
+    carried = [value_of[id(variable)] for variable in cross_shard.pipeline.carried]
     optimizer_state = without_replica_state(cross_shard, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:

@@ -133,6 +133,21 @@ def test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables(monkeyp
 
 
 @pytest.mark.neutral
+def test_beside_a_frozen_variable_and_in_any_order_each_gets_its_own_gradient(monkeypatch):
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
+
+    def work(replicas):
+        weights = [keras.Variable(np.zeros(2, "float32"), name=name) for name in "abc"]
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))
+        optimizer.build(weights)
+        grads = [keras.ops.full((2,), value + replicas.replica_id) for value in (1.0, 5.0)]
+        optimizer.apply(grads, [weights[2], weights[0]])
+        return [float(keras.ops.convert_to_numpy(weight)[0]) for weight in weights]
+
+    assert world.run(work) == [[-5.5, 0.0, -1.5]] * 2
+
+
+@pytest.mark.neutral
 def test_a_variable_that_one_replica_leaves_out_is_named_on_all(monkeypatch):
     world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
 

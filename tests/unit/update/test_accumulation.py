@@ -62,6 +62,19 @@ def test_a_variable_that_is_frozen_within_a_window_stays():
     assert values(weights) == [10.0, 7.0]
 
 
+@pytest.mark.neutral
+def test_after_a_reset_a_window_that_the_caller_ends_takes_nothing_of_the_one_before():
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=3)
+    optimizer.build(weights)
+    apply(optimizer, weights, 4.0, 4.0)
+    optimizer.accumulation.reset()
+    assert optimizer.accumulation.sums.mean_with_last(True) is None
+    optimizer.accumulation.window.decide(True)
+    mean = optimizer.accumulation.sums.mean_with_last(True)
+    assert values([mean(0, ops.full((2,), 6.0))]) == [2.0]
+
+
 @pytest.mark.backends("tensorflow", "torch")  # on JAX Keras takes all variables that an optimizer was built on
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_layer_that_is_frozen_later_stays(run_eagerly):

@@ -10,6 +10,7 @@ from support.worlds import FakeWorld, reduced
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.numerics import clipped_to, global_norm
 from keras_shardopt.update import replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
@@ -109,16 +110,16 @@ def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_
 
 # -- planted faults: each turns a check above red ------------------------------------------------------------------
 
-real_transformed, real_global = replica_transform.transformed_gradients, global_gradients
+real_unit, real_global = replica_transform.unit_of, global_gradients
 
 
-def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest):
-    return real_transformed(grads, variables, num_replicas, GradientState.LOCAL, *rest)
+def _prescaling_forgotten(step, *rest):
+    return real_unit(step.replace(gradient_state=GradientState.LOCAL), *rest)
 
 
 def _clipped_after_the_reduction(grads, variables, replicas, reduction, gradient_state, *_):
     reduced = real_global(grads, variables, replicas, reduction, gradient_state)
-    return real_transformed(reduced, variables, 1, GradientState.LOCAL, 1.0, CLIPNORM)
+    return clipped_to(reduced, CLIPNORM, global_norm(reduced))
 
 
 def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, gradient_state, *_):
@@ -133,8 +134,8 @@ def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, *_)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("transformed_gradients", _prescaling_forgotten),
-        ("transformed_gradients", lambda grads, *_: grads),
+        ("unit_of", _prescaling_forgotten),
+        ("clipped_to", lambda grads, *_: grads),
         ("global_gradients", _divided_by_all_instead_of_the_group),
         ("global_gradients", _groups_forgotten),
     ],
@@ -151,7 +152,7 @@ def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
 
 
 def test_clipping_after_the_reduction_turns_the_checks_red(monkeypatch):
-    monkeypatch.setattr(replica_transform, "transformed_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(replica_transform, "clipped_to", lambda grads, *_: grads)
     plant(monkeypatch, _clipped_after_the_reduction)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
