@@ -48,7 +48,6 @@ from keras_shardopt.fit.jax.step import Computed, TrainStep
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
-from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import batch_shared, row_share
 
@@ -99,28 +98,21 @@ class _Parts:
         """Divide a list into the values of non-trainable and of metric variables."""
         return values[: self._num_others], values[self._num_others :]
 
-    def run(self, local: Any, state: tuple[Any, ...], data: Any, returned: tuple[bool, ...]) -> Any:
-        """Run `local` on each device.
+    def run(self, local: Callable[..., tuple[Any, Any]], state: tuple[Any, ...], data: Any) -> tuple[Any, Any]:
+        """Run `local` on each device. It takes `state`, equal on all devices, and a device's rows of the batch.
 
-        Args:
-            local: takes the state and a device's rows of the batch.
-            state: the arguments that are equal on all devices.
-            data: the batch.
-            returned: for each result, True if it is equal on all devices, False if each device returns its rows.
+        It returns values that are equal on all devices, and tensors with one entry per row.
         """
         whole, divided = PartitionSpec(), PartitionSpec(self.axis)
         run = jax.shard_map(
             local,
             mesh=self._mesh,
             in_specs=(*[whole for _ in state], divided),
-            out_specs=tuple(whole if equal else divided for equal in returned),
+            out_specs=(whole, divided),
             check_vma=False,
         )
-        found = run(*state, padded(data, self.rows * self.num_parts - self.all_rows))
-        return [
-            part if equal else jax.tree.map(lambda leaf: leaf[: self.all_rows], part)
-            for part, equal in zip(found, returned)
-        ]
+        equal, outputs = run(*state, padded(data, self.rows * self.num_parts - self.all_rows))
+        return equal, jax.tree.map(lambda leaf: leaf[: self.all_rows], outputs)
 
 
 class _Results(NamedTuple):
@@ -152,27 +144,25 @@ class _Loop:
     def run(self, of_part: Callable[..., Any], forward: Callable[..., Any]) -> tuple[Any, ...]:
         """Compute all parts.
 
-        Args:
-            of_part: takes a part, the values of non-trainable and of metric variables at its start, and its rows.
-                Returns its gradients, the position of the first that is not finite, its loss, tensors with one entry
-                per row, and the new values of the variables.
-            forward: takes these values and the rows, and computes only the loss.
+        `of_part` takes a part, the values of non-trainable and of metric variables at its start, and its rows. It
+        returns gradients, the position of the first that is not finite, the loss, tensors with one entry per row, and
+        the new values of the variables. `forward` takes these values and the rows, and computes only the loss.
 
         Returns:
-            The first, second and fourth of these for all parts of this device, then a list: the loss of the batch of
-            all devices, and the new values of the variables.
+            The gradients, the position, and the tensors of this device's parts. Then a list: the loss of the whole
+            batch, and the new values of the variables.
         """
         parts, variables, tree = self._parts, self._parts.variables, Tree(self.replicas, self._parts.num_parts)
 
         def counted(index: Tensor, num_rows: int, own: Any) -> _Results:
             part = CountingReplica(index, parts.num_parts)
-            with self._shared(part, num_rows):
+            with batch_shared(share_of_part(num_rows, parts.all_rows, part)):
                 forward(*parts.divided(self._starts(index)), *own)
             return _Results(part.counts)
 
         def computed(divisors: Sequence[Tensor], index: Tensor, num_rows: int, own: Any) -> _Results:
             part, starts = VirtualReplica(index, parts.num_parts, divisors), self._starts(index)
-            with self._shared(part, num_rows):
+            with batch_shared(share_of_part(num_rows, parts.all_rows, part)):
                 grads, found, loss, outputs, (others, metrics) = of_part(part, parts.divided(starts), own)
             after = [None if new is old else new for old, new in zip(starts, [*others, *metrics])]
             changes, last = variables.ends(starts, after, num_rows)
@@ -188,10 +178,6 @@ class _Loop:
         settled = variables.settled(self._kept, totals, whole.last, num_parts=-(-parts.all_rows // parts.rows))
         after = [old if new is None else new for old, new in zip(self._kept, settled)]
         return grads, whole.found, whole.outputs, [loss / parts.num_parts, *after]
-
-    def _shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """In the block, losses are for one part (`num_rows` rows) of a batch, but divide by the batch's rows."""
-        return batch_shared(share_of_part(num_rows, self._parts.all_rows, part))
 
     def _starts(self, index: Tensor) -> list[Tensor]:
         """Return the values of variables at the start of a part. Seeds depend on its index."""
@@ -308,10 +294,9 @@ class PartsStep(TrainStep):
             with _own_gradients(optimizer, optimizer_state) as scale:
                 reduced = stage.reduced(Step(grads, variables, loss_scale=scale, found_inf=found), loop.replicas)
             grads = _not_fused(reduced.grads, loop.num_rounds), reduced.found_inf, dict(reduced.notes)
-            return grads, y_pred, after
+            return (grads, after), y_pred
 
-        given = weights, [*others, *metrics], optimizer_state
-        grads, y_pred, (loss, *after) = parts.run(local, given, data, (True, False, True))
+        (grads, (loss, *after)), y_pred = parts.run(local, (weights, [*others, *metrics], optimizer_state), data)
         x, y, sample_weight = data
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
         return Computed(grads, loss, y_pred, *parts.divided(after), (x, y, sample_weight))
@@ -336,9 +321,9 @@ class PartsStep(TrainStep):
                 return [], None, loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), changed
 
             _, _, outputs, after = _Loop(parts, kept, data, counter=kept[len(others) + count]).run(of_part, forward)
-            return outputs, after
+            return after, outputs
 
-        outputs, (loss, *after) = parts.run(local, (weights, [*others, *metrics]), data, (False, True))
+        (loss, *after), outputs = parts.run(local, (weights, [*others, *metrics]), data)
         others, metrics = parts.divided(after)
         y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)

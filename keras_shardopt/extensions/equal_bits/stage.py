@@ -93,11 +93,9 @@ class SumOfParts(ExtensionStage):
             proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
 
     def of_part(self, step: Step, part: PartOfBatch, keeps_empty: bool = False) -> tuple[list[Any], Tensor | None]:
-        """Run the method `local` of all stages, such as clipping by `replica_clipnorm`, on one part of the batch.
+        """Run `local` of all stages, such as clipping, on one part of the batch. Return gradients and `Step.found_inf`.
 
-        Returns:
-            The gradients, and the position of the first that is not finite, or None. Gradients are 0 if the part has no
-            rows, except with `keeps_empty`.
+        Gradients are 0 if the part has no rows, except with `keeps_empty`.
         """
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:

@@ -30,11 +30,12 @@ from keras_shardopt.extensions.equal_bits.parts import (
     parts_of_replica,
     with_divisors,
 )
-from keras_shardopt.extensions.equal_bits.torch_batches import ChangedWeights, KeptState
+from keras_shardopt.extensions.equal_bits.torch_batches import KeptState
 from keras_shardopt.extensions.equal_bits.tree import Subtrees, Tree, summed
 from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.fit.torch.step import TrainStep
+from keras_shardopt.numerics import Variable
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -55,16 +56,16 @@ def in_parts(
     own, tree = parts_of_replica(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
     _warn_of_compiling(model, kept)
-    updates = runtime.version(cross_shard.iterations)
+    accumulation, updates = cross_shard.accumulation, runtime.version(cross_shard.iterations)
+    window = None if accumulation is None else accumulation.window
     layers = kept.state(session.call is not None) if trains else []
-    state, weights = _State(model, layers), ChangedWeights(model, layers, kept.changed_weights if trains else [])
+    state, weights = _State(model, layers), _ChangedWeights(model, layers, kept.changed_weights if trains else [])
     kept.on_loss = weights.keep_changed if trains and kept.changed_weights is None else None
     can_repeat = not trains or has_built_in_step(model)
     others = tree if len(own) == 1 and can_repeat else None
     watching = watching_layers(weights.note_assigned) if trains else contextlib.nullcontext()
     with as_parts() as begin, one_thread(), watching:
-        accumulation = cross_shard.accumulation
-        batch = [int(cross_shard.iterations), 0 if accumulation is None else accumulation.window.num_taken]
+        batch = [int(cross_shard.iterations), 0 if window is None else window.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
@@ -97,7 +98,9 @@ def in_parts(
     batches.shares_logs = False  # `logs` are already those of all ranks
     everyones = [given] if ranks is None else batches.rows()
     counts = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
-    is_skipped = trains and _is_skipped(cross_shard, updates)
+    # The update was skipped if `iterations` still has its version from before the batch.
+    is_skipped = trains and runtime.version(cross_shard.iterations) == updates
+    is_skipped = is_skipped and (window is None or bool(window.is_complete))
     state.settle(tree.total(changes), sum(count > 0 for count in counts), is_skipped)
     return logs.settle(model, tree, sum(counts))
 
@@ -176,12 +179,6 @@ class PartsStep(TrainStep):
             raise _Counted
 
 
-def _is_skipped(cross_shard: Any, updates: int | None) -> bool:
-    """Whether the update was skipped: `iterations` still has the version `updates` from before the batch."""
-    is_complete = cross_shard.accumulation is None or bool(cross_shard.accumulation.window.is_complete)
-    return is_complete and runtime.version(cross_shard.iterations) == updates
-
-
 def _copied(data: Any) -> Any:
     """Copy the rows of a part of the batch, because kernels can sum in another order if memory is not aligned."""
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
@@ -207,8 +204,7 @@ class _State:
     @torch.no_grad()
     def changes(self, num_rows: int) -> list[Any]:
         """Return the changes of variables in the part that has just ended, to sum over parts."""
-        changes, _ = self._roles.ends(self._starts, [v.value for v in self._variables], num_rows)
-        return changes
+        return self._roles.ends(self._starts, [v.value for v in self._variables], num_rows)[0]
 
     @torch.no_grad()
     def settle(self, totals: Sequence[Any], num_counting: int, is_skipped: bool) -> None:
@@ -220,6 +216,50 @@ class _State:
         for variable, value, is_sum in zip(self._variables, values, self._roles.is_sum):
             if value is not None and (is_sum or not is_skipped):
                 variable.value.copy_(value)
+
+
+class _ChangedWeights:
+    """The weights, also frozen ones, that layers change in their call. Each part starts from their old values.
+
+    Args:
+        model: the model.
+        state: the variables, apart from weights, that layers change.
+        weights: the weights. None: unknown, so save all until `keep_changed`.
+    """
+
+    def __init__(self, model: Any, state: Sequence[Variable], weights: Sequence[Variable] | None) -> None:
+        self._model = model
+        self._others = {id(v) for v in state}
+        if weights is None:
+            weights = [v for v in model.weights if id(v) not in self._others]
+        self._saved = {id(v): (v, v.value.clone()) for v in weights}
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The weights that have changed or, before `keep_changed`, can change."""
+        return [variable for variable, _ in self._saved.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the weights to their values before the batch."""
+        for variable, value in self._saved.values():
+            variable.value.copy_(value)
+
+    @torch.no_grad()
+    def keep_changed(self) -> None:
+        """Stop saving and restoring weights that the forward pass has not changed."""
+        pairs = self._saved.items()
+        self._saved = {key: (variable, old) for key, (variable, old) in pairs if not torch.equal(variable.value, old)}
+
+    @torch.no_grad()
+    def note_assigned(self, variable: Variable) -> None:
+        """Save the value of a weight before a layer first assigns it in this `fit`."""
+        if id(variable) in self._saved or id(variable) in self._others:
+            return
+        if any(variable is weight for weight in self._model.weights):
+            self._saved[id(variable)] = (variable, variable.value.clone())
+        else:
+            self._others.add(id(variable))
 
 
 class _Logs:

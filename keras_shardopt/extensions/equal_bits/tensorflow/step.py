@@ -345,20 +345,17 @@ class _CallOptions:
     modified: Any = None
 
 
-_options = _CallOptions()
-
-
 @contextlib.contextmanager
 def without_rewriting() -> Iterator[None]:
     """Turn off Grappler's arithmetic rewriting for the functions called in this block."""
     context = tf_context.context()
     options, calls = context._optimizer_experimental_options, context.function_call_options
-    if calls is not _options.default:
-        _options.default, _options.modified = calls, None
+    if calls is not _CallOptions.default:
+        _CallOptions.default, _CallOptions.modified = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.modified  # if None, TensorFlow's getter computes the options
+    context.function_call_options = _CallOptions.modified  # if None, TensorFlow's getter computes the options
     try:
-        _options.modified = context.function_call_options
+        _CallOptions.modified = context.function_call_options
         yield
     finally:
         context._optimizer_experimental_options = options
