@@ -1133,8 +1133,8 @@ FAULTS = [
     ),
     fault(
         "backends/jax/communicator.py",
-        "return jax.numpy.array(self._positions_by_id)[mine]",
-        "return mine",
+        "else self._at_own_id(self._positions_by_id)",
+        "else self.world.replica_id",
         "promises/test_reduced_once_jax.py::test_replicas_are_counted_within_their_groups",
         backend="jax",
     ),
