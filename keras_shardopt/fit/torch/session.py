@@ -27,6 +27,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
+from keras_shardopt.backends.torch.equal_start import broadcast_from_rank_0, model_and_seed_state
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import (
     add_promised_steps,
@@ -167,7 +168,7 @@ class Session:
         # weight, the first reduction of gradients raises an error.
         built = [v for o in optimizers if o.built for v in o._trainable_variables]
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
-        others = self.ranks.model_and_seed_state([v.value for v in trained])
+        others = model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
         if differing and self.step.stopped_alike():  # an earlier `fit` failed before it averaged values, so average now
             self.before_reading(self)
@@ -177,7 +178,7 @@ class Session:
             self.step.started_equal()
         if differing:
             warn_of_unequal_start(differing)
-            self.ranks.broadcast_from_rank_0(trained, shared)
+            broadcast_from_rank_0(self.ranks, trained, shared)
         else:
             seed_per_rank(self.ranks.world, [])  # because the program may have set PyTorch's seed since the last `fit`
         plain = [o for o in optimizers if not cross_shards_in(o)]
