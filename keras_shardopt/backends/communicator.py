@@ -78,7 +78,11 @@ class Communicator(abc.ABC):
         """The ids of this communicator's replicas, ascending: ints, or a tensor if `replica_id` is a tensor."""
         if self._groups is None:
             return range(self.num_replicas)
-        return self._members_by_id[self.world.replica_id]
+        return self._at_own_id(self._members_by_id)
+
+    def _at_own_id(self, values: list[Any]) -> Any:
+        """Return this replica's element of a list with an element for each replica of the world."""
+        return values[self.world.replica_id]
 
     @property
     def _members_by_id(self) -> list[Sequence[int]]:

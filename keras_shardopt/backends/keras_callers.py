@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -41,32 +41,23 @@ def running_instance(
 
     `method` is the method's name (None for any), and `condition` a test of the object.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames(sys._getframe(1)):
         if method is None or frame.f_code.co_name == method:
             instance = frame.f_locals.get("self")
             if isinstance(instance, kind) and condition(instance):
                 return instance
-        frame = frame.f_back
     return None
 
 
 def is_running(function: str, module: str) -> bool:
     """Return whether a function of this name, defined in this module, is running."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
+    running = ((frame.f_code.co_name, frame.f_globals.get("__name__")) for frame in _frames(sys._getframe(1)))
+    return (function, module) in running
 
 
 def running_local(function: str, name: str) -> Any:
     """Return a local variable of the running function of this name, or None. Of several, use the last called one."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
+    return next((f.f_locals.get(name) for f in _frames(sys._getframe(1)) if f.f_code.co_name == function), None)
 
 
 def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
@@ -81,12 +72,18 @@ def _user_frame() -> types.FrameType:
     # Search this thread, then the main thread. If a framework runs this code in another thread, the user's program
     # waits in the main thread.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
-        frame = innermost
-        while frame is not None:
+        for frame in _frames(innermost):
             if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
                 return frame
-            frame = frame.f_back
     return sys._getframe()
+
+
+def _frames(innermost: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yield this frame, then its callers."""
+    frame = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _LIBRARIES = frozenset(

@@ -17,7 +17,7 @@ Each reason ends with the change in Keras that would make the row unnecessary.
 Each framework has another table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
 `Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two more changes are
 elsewhere: `Variable._direct_assign` (`jax/placement.py`) and, from Keras 3.16 on, `Model._initialize_ddp`
-(`torch/communicator.py`).
+(`torch/ddp.py`).
 """
 
 from __future__ import annotations

@@ -90,25 +90,27 @@ _NUM_LETTERS = 120
 
 
 def gather_pickled(
-    value: Any, gather: Callable[[np.ndarray], np.ndarray], gather_length: Callable[[int], list[int]] | None = None
+    value: Any,
+    gather: Callable[[np.ndarray], np.ndarray],
+    gather_length: Callable[[int], list[int]],
+    in_thread: bool = True,
 ) -> list[Any]:
-    """Gather picklable objects from all processes with `gather`, a function that gathers equal-shaped arrays.
+    """Gather picklable objects from all processes.
 
-    `gather_length` gathers the number of bytes of each process's object. Without `gather_length`, `gather` does so.
+    `gather_length` gathers the number of bytes of each process's object, and `gather` the bytes, in equal-sized arrays.
+    With `in_thread`, they run in a new thread, because this thread can be inside a replica context or a trace.
     """
 
     def gathered() -> list[Any]:
         mine = np.frombuffer(pickle.dumps(value), "uint8")
-        if gather_length is None:
-            lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
-        else:
-            lengths = gather_length(len(mine))
+        lengths = gather_length(len(mine))
         padded = np.zeros(max(lengths), "uint8")
         padded[: len(mine)] = mine
-        rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
+        rows = [np.asarray(row).astype("uint8", copy=False) for row in gather(padded)]
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
-    # Gather in a new thread, because the current thread can be inside a replica context or a trace.
+    if not in_thread:
+        return gathered()
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(gathered).result()
 

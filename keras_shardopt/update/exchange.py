@@ -77,7 +77,7 @@ def _sums(
     # gradients, and raise in the same step.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
-    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.has_new_failure()
+    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.failures.has_new()
     failed = [has_failed] if is_group else []
     trained = None if reduction.trained is None else [reduction.trained[i] for i in plain]
     channel = SideChannel(members, variables, [g is not None for g in grads], trained, reduction.trains, failed)
@@ -95,7 +95,7 @@ def _sums(
         received_flags.check_same_variables()
     except ValueError as error:
         if ranks is not None:
-            ranks.report_failure(str(error), members.members[0])
+            ranks.failures.report(str(error), members.members[0])
         raise
     return [total if has else None for total, has in zip(sums, received_flags.present)], nonfinite_flags
 
@@ -103,7 +103,7 @@ def _sums(
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raise the ValueError that the replicas of another group have raised before."""
     ranks = _ranks_of(replicas)
-    words = "" if ranks is None else ranks.read_failure()
+    words = "" if ranks is None else ranks.failures.read()
     raise ValueError(words or "Another group of replicas has failed. Read the error of that group.")
 
 

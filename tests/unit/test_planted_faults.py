@@ -1138,15 +1138,15 @@ FAULTS = [
         "test_data_of_their_own_that_end_at_different_times[skips in windows, NaN last]",
     ),
     fault(
-        "backends/torch/communicator.py",
+        "backends/torch/equal_start.py",
         "max(models, key=lambda model: len(model.variables))",
         "min(models, key=lambda model: len(model.variables))",
         "unit/backends/test_models.py::test_ranks_compare_the_state_of_the_outermost_model",
     ),
     fault(
         "backends/jax/communicator.py",
-        "return jax.numpy.array(self._positions_by_id)[mine]",
-        "return mine",
+        "else self._at_own_id(self._positions_by_id)",
+        "else self.world.replica_id",
         "promises/test_reduced_once_jax.py::test_replicas_are_counted_within_their_groups",
         backend="jax",
     ),
@@ -1447,9 +1447,9 @@ FAULTS = [
         "unit/update/test_codecs.py::test_where_state_is_loaded_nothing_is_left_over",
     ),
     fault(
-        "backends/torch/communicator.py",
-        "        reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)",
-        "        reduced = ddp.__dict__.get(_REDUCED_BY_DDP, False)",
+        "backends/torch/ddp.py",
+        "vars(ddp).pop(_REDUCED_BY_DDP, False)",
+        "vars(ddp).get(_REDUCED_BY_DDP, False)",
         "promises/test_several_processes_torch.py::test_on_four_ranks[what_ddp_has_reduced_is_not_reduced_again]",
     ),
     fault(

@@ -23,16 +23,10 @@ class MappedAxis(Communicator):
 
     @property
     def replica_id(self) -> Any:
-        mine = jax.lax.axis_index(self._axis)
-        if self._groups is None:
-            return mine
-        return jax.numpy.array(self._positions_by_id)[mine]
+        return jax.lax.axis_index(self._axis) if self._groups is None else self._at_own_id(self._positions_by_id)
 
-    @property
-    def members(self) -> Any:
-        if self._groups is None:
-            return range(self.num_replicas)
-        return jax.numpy.array(self._members_by_id)[self.world.replica_id]
+    def _at_own_id(self, values: list[Any]) -> Any:
+        return jax.numpy.array(values)[self.world.replica_id]
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         # shard_map(check_vma=True) tracks which values vary along the axis. It sums the gradients of weights that do

@@ -27,16 +27,12 @@ class ReplicaContext(Communicator):
 
     @property
     def replica_id(self) -> Any:
-        mine = self._context.replica_id_in_sync_group
-        if self._groups is None:
-            return mine
-        return tf.gather(tf.constant(self._positions_by_id), mine)
+        if self._groups is not None:
+            return self._at_own_id(self._positions_by_id)
+        return self._context.replica_id_in_sync_group
 
-    @property
-    def members(self) -> Any:
-        if self._groups is None:
-            return range(self.num_replicas)
-        return tf.gather(tf.constant(self._members_by_id), self.world.replica_id)
+    def _at_own_id(self, values: list[Any]) -> Any:
+        return tf.gather(tf.constant(values), self.world.replica_id)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         seen = tf_losses.noted()

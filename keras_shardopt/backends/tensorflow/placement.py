@@ -35,9 +35,21 @@ _VALUE = "VARIABLE_VALUE"
 """The name of a variable's value in a `tf.train.Checkpoint`."""
 
 
+def _value_of(variable: Any) -> Any:
+    """Return TensorFlow's variable: the one inside a Keras variable, or `variable` itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _copies_of(variable: Any) -> Sequence[Any]:
+    """Return the copies of a variable on the replicas of this process."""
+    value = _value_of(variable)
+    copies: Sequence[Any] = getattr(value, "values", [value])
+    return copies
+
+
 def num_mirrored(variable: Any) -> int:
     """Return on how many replicas a variable has copies."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
+    value = _value_of(variable)
     strategy = value.distribute_strategy if isinstance(value, tf.distribute.DistributedValues) else None
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
 
@@ -96,7 +108,7 @@ def _check_trainer(model: Any) -> None:
 
 
 def _check_can_divide(variables: Sequence[Variable]) -> None:
-    values = [getattr(variable, "value", variable) for variable in variables]
+    values = map(_value_of, variables)
     strategies = [value.distribute_strategy for value in values if isinstance(value, tf.distribute.DistributedValues)]
     if (
         strategies
@@ -166,7 +178,7 @@ class TensorFlowPlacement(Placement):
                     )
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
+        strategy = getattr(_value_of(variable), "distribute_strategy", None)
         # Inside `strategy.run`, new variables already belong to the strategy, and its scope cannot be entered again.
         if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
             return contextlib.nullcontext()
@@ -174,15 +186,13 @@ class TensorFlowPlacement(Placement):
         return scope
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        value = getattr(variable, "value", variable)
-        return [np.asarray(copy) for copy in getattr(value, "values", [value])]
+        return [np.asarray(copy) for copy in _copies_of(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
         if len(arrays) == 1:
             variable.assign(arrays[0])
             return
-        value = getattr(variable, "value", variable)
-        for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
+        for copy, array in zip(_copies_of(variable), arrays, strict=True):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
@@ -194,12 +204,11 @@ class TensorFlowPlacement(Placement):
             return executor.submit(function).result()
 
     def bytes_held(self, variables: Sequence[Variable]) -> int:
-        values = [getattr(variable, "value", variable) for variable in variables]
-        copies = [getattr(value, "values", [value]) for value in values]
+        copies = map(_copies_of, variables)
         return sum(max(copy.shape.num_elements() * copy.dtype.size for copy in each) for each in copies)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        values = [_value_of(variable) for variable in variables]
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
         if strategy is None:
             return np.zeros((1, len(values)), "uint64")
@@ -236,11 +245,10 @@ def store_whole(variable: Variable, shape: Sequence[int]) -> None:
 
 def reading_is_collective(variables: Sequence[Variable]) -> bool:
     """Return whether all processes must read the values of these variables together."""
-    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
     return any(
         value.synchronization is tf.VariableSynchronization.ON_READ
         and _process_of(value.distribute_strategy.cluster_resolver)[0] > 1
-        for value in values
+        for value in map(_value_of, variables)
         if hasattr(value, "distribute_strategy")
     )
 

@@ -16,6 +16,11 @@ from keras.src.backend.common.variables import get_autocast_scope
 from keras_shardopt.numerics import Tensor, Variable
 
 
+def tensor_of(variable: Variable) -> Tensor:
+    """Return the tensor of a variable, or `variable` itself if it is a tensor."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def values_of(variables: Sequence[Variable]) -> list[Tensor]:
     """Return the tensor of each variable. Keras' `value` is slower, because it checks for scopes for each variable."""
     if in_stateless_scope() or get_autocast_scope() is not None:

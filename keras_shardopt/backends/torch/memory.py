@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keras_shardopt.backends.torch import communicator
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
-from keras_shardopt.backends.torch.held import values_of
-from keras_shardopt.backends.torch.process_group import naming_missing_ranks, wait_for
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.held import tensor_of, values_of
+from keras_shardopt.backends.torch.process_group import _all_gather, naming_missing_ranks, wait_for
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Tensor, Variable
 
@@ -35,7 +34,7 @@ def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
 @torch.no_grad()
 def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
     """Assign to a variable the concatenation of flat slices."""
-    whole = _tensor(variable)
+    whole = tensor_of(variable)
     if not whole.is_contiguous():
         whole.copy_(torch.cat(list(slices)).view(whole.shape))
         return
@@ -127,7 +126,7 @@ class Gathering:
                     self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))
             return
         with naming_missing_ranks(self._under_way):
-            self._under_way.append(communicator._all_gather(flat, own, group=group, async_op=True))
+            self._under_way.append(_all_gather(flat, own, group=group, async_op=True))
 
     @torch.compiler.disable
     def finish(self) -> None:

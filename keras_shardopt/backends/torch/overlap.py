@@ -97,7 +97,7 @@ class Buckets:
             # Send after the backward pass. Sending early would free `.grad`, which other hooks read. If layers exchange
             # statistics, ranks could deadlock: one rank waits for a bucket, and the other for statistics.
             return
-        hooks.receiver = BackwardPass(sums, hooks.parameters, hooks.trainable, contribution)
+        hooks.receiver = BackwardPass(sums, hooks, contribution)
         _Autograd._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
@@ -182,22 +182,14 @@ class Buckets:
 
 
 class BackwardPass:
-    """The gradients that this rank sends during one backward pass, and those that it sends afterwards.
+    """The running backward pass: sends its gradients as they are computed, and the remaining ones at its end.
 
-    Create this object during the backward pass.
-
-    Args:
-        sums: the `RankSums` that send and sum gradients.
-        parameters: the tensor of each variable.
-        trainable: whether each of them is trained.
-        contribution: maps each gradient to the one that this rank sends. None if this rank sends them unchanged.
+    Without a `contribution`, this rank sends its gradients unchanged.
     """
 
-    def __init__(
-        self, sums: RankSums, parameters: list[Tensor], trainable: list[bool], contribution: Contribution | None
-    ) -> None:
+    def __init__(self, sums: RankSums, hooks: GradientHooks, contribution: Contribution | None) -> None:
         self._sums, self._queue, self._can_resend = sums, sums.queue, sums.can_resend
-        self._parameters, self._trainable, self._contribution = parameters, trainable, contribution
+        self._parameters, self._trainable, self._contribution = hooks.parameters, hooks.trainable, contribution
         self._task = torch._C._current_graph_task_id()
         self._taken: dict[int, tuple[Any, int]] = {}  # the sent gradients (None if freed), and their versions
         self.is_late = False
@@ -277,6 +269,6 @@ def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any)
     """Return `Buckets` for `RankSums` of these arguments, or None if impossible. All processes must make this call."""
     tensors = [variable.value for variable in variables]
     can_send = all(tensor.dtype in _DTYPES and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
-    if not isinstance(replicas, TorchProcessGroup) or not can_send or replicas.is_reduced_by_ddp(variables[0]):
+    if not isinstance(replicas, TorchProcessGroup) or not can_send or replicas.ddps.owner_of(variables[0]) is not None:
         return None
     return Buckets(RankSums(replicas, variables, *arguments))

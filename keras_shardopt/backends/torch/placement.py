@@ -17,7 +17,9 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import layers_of, models_with
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.bucket_bytes import bytes_of
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, buckets_by_dtype
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, buckets_by_dtype
+from keras_shardopt.backends.torch.equal_start import broadcast_from_rank_0
+from keras_shardopt.backends.torch.held import tensor_of
 from keras_shardopt.backends.torch.process_group import announce, gather_objects
 from keras_shardopt.backends.torch.random_numbers import seed_per_rank
 from keras_shardopt.backends.torch.runtime import runtime
@@ -32,7 +34,7 @@ class TorchPlacement(Placement):
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             models = models_with(variables)
             _check_whole(variables, models)
             replicas = runtime.communicator("")
@@ -40,12 +42,11 @@ class TorchPlacement(Placement):
                 seed_per_rank(replicas, models)
 
     def bytes_held(self, variables: Sequence[Variable]) -> int:
-        return bytes_of([_tensor(variable) for variable in variables])
+        return bytes_of([tensor_of(variable) for variable in variables])
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        mine = fingerprints([_tensor(v).detach() for v in variables])
-        is_open = dist.is_available() and dist.is_initialized()
-        gathered = gather_objects(mine, "compares all variables") if is_open else [mine]
+        mine = fingerprints([tensor_of(v).detach() for v in variables])
+        gathered = gather_objects(mine, "compares all variables") if dist.is_initialized() else [mine]
         counts = [len(row) for row in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -65,7 +66,7 @@ class TorchPlacement(Placement):
             return 1.0
         if replicas is None:
             announce("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
-        return ranks.broadcast_from_rank_0(variables, optimizer_variables)
+        return broadcast_from_rank_0(ranks, variables, optimizer_variables)
 
 
 placement = TorchPlacement()
@@ -81,7 +82,7 @@ def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
     # Do not import these modules, because that is slow. If the program has not imported them, no weight is sharded.
     kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
     module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
-    divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]
+    divided = [v for v in variables if isinstance(tensor_of(v), tensor_kind)]
     layers = [layer for model in models for layer in layers_of(model)]
     if divided or any(isinstance(module, module_kind) for layer in layers for module in layer.modules()):
         raise ValueError(

@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import math
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -38,6 +37,7 @@ from keras_shardopt.backends.processes import (
     MissingCallError,
     check_same_calls,
     different_calls_message,
+    gather_pickled,
     num_barriers,
     wait_in,
 )
@@ -222,27 +222,6 @@ def _leave_message(words: str | None) -> None:
 _MESSAGE = "keras_shardopt/word"
 
 
-def report_failure(number: str, words: str) -> None:
-    """Write an error message (`words`) with an id (`number`) to the key-value store, for ranks of other groups."""
-    with contextlib.suppress(RuntimeError):
-        store = job_store()
-        store.set(_FAILURE, f"{number} {words}")
-        store.check([_FAILURE])  # `set` alone does not wait until the key exists
-
-
-def failure() -> tuple[str, str] | None:
-    """Return the id and message of the last error that `report_failure` has written, or None."""
-    with contextlib.suppress(RuntimeError):
-        store = job_store()
-        if store.check([_FAILURE]):
-            number, _, words = store.get(_FAILURE).decode().partition(" ")
-            return number, words
-    return None
-
-
-_FAILURE = "keras_shardopt/failure"
-
-
 # PyTorch 2.13 renamed this function, and the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -388,17 +367,18 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
 
 def gather_objects(value: Any, call: str) -> list[Any]:
     """Return the picklable values of all ranks, in order. `call` describes the purpose, such as "saves a model"."""
+
+    def gather(padded: np.ndarray) -> np.ndarray:
+        mine = torch.from_numpy(padded).to(_announcement_device())
+        gathered = mine.new_empty(dist.get_world_size() * len(mine))
+        with naming_missing_ranks(call=call):
+            _all_gather(gathered, mine, group=_announcements)
+        rows: np.ndarray = gathered.view(-1, len(mine)).cpu().numpy()
+        return rows
+
     # Avoid `dist.all_gather_object`, which would gather the lengths again after `announce`.
-    mine = np.frombuffer(pickle.dumps(value), "uint8")
-    lengths = [length for length, _ in announce(call, len(mine))]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.from_numpy(mine.copy())
-    padded = padded.to(_announcement_device())
-    gathered = padded.new_empty(len(lengths) * max(lengths))
-    with naming_missing_ranks(call=call):
-        _all_gather(gathered, padded, group=_announcements)
-    rows = gathered.view(len(lengths), -1).cpu().numpy()
-    return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+    lengths = lambda length: [each for each, _ in announce(call, length)]  # noqa: E731
+    return gather_pickled(value, gather, lengths, in_thread=False)
 
 
 def _announcement_device() -> str:

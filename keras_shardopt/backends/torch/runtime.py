@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.runtime import Runtime
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.held import tensor_of
 from keras_shardopt.backends.torch.process_group import job_of_environment
 from keras_shardopt.numerics import Tensor, Variable
 
@@ -24,7 +25,7 @@ class TorchRuntime(Runtime):
     def communicator(self, axis_name: str) -> Communicator:
         if self._ranks is not None and self._ranks.are_current():  # reused, because each step calls this several times
             return self._ranks
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # checked first for speed
             if size > 1:
                 raise ValueError(
@@ -45,7 +46,7 @@ class TorchRuntime(Runtime):
         axis_name: str | None,
         before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        parameters = [_tensor(v) for v in variables]
+        parameters = [tensor_of(v) for v in variables]
         before = [p.grad for p in parameters]
         untrained = [p for p in parameters if axis_name is None and not p.requires_grad]
         try:
@@ -76,11 +77,11 @@ class TorchRuntime(Runtime):
         return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def version(self, variable: Variable) -> int | None:
-        return int(_tensor(variable)._version)
+        return int(tensor_of(variable)._version)
 
     @torch.no_grad()
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
-        pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
+        pairs = [(tensor_of(v), value) for v, value in zip(variables, values)]
         given = [(tensor, value) for tensor, value in pairs if value is not None]
         if starts:
             for tensor, value in pairs:

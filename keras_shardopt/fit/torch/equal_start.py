@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.equal_start import broadcast_from_rank_0, model_and_seed_state
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import announce, gather_objects
 from keras_shardopt.backends.torch.random_numbers import seed_per_rank
@@ -34,7 +35,7 @@ def start_equal(model: Any, cross_shards: Sequence[Any], ranks: TorchProcessGrou
     # weight, the first reduction of gradients raises an error.
     built = [v for o in optimizers if o.built for v in o._trainable_variables]
     trained = list({id(v): v for v in [*built, *model.trainable_variables]}.values())
-    others = ranks.model_and_seed_state([v.value for v in trained])
+    others = model_and_seed_state([v.value for v in trained])
     differing = _differing([*trained, *shared], others)
     if differing and step.stopped_alike():  # an earlier `fit` failed before it averaged values, so average now
         step.before_reading()
@@ -44,7 +45,7 @@ def start_equal(model: Any, cross_shards: Sequence[Any], ranks: TorchProcessGrou
         step.started_equal()
     if differing:
         warn_of_unequal_start(differing)
-        ranks.broadcast_from_rank_0(trained, shared)
+        broadcast_from_rank_0(ranks, trained, shared)
     else:
         seed_per_rank(ranks.world, [])  # because the program may have set PyTorch's seed since the last `fit`
     for cross_shard in cross_shards:

@@ -31,6 +31,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import methods_inside, mix_in, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.ddp import is_reduced_elsewhere
 from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import count_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
@@ -163,7 +164,7 @@ def train_separately(model: Any) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return processes.process()[0] > 1
     replicas = runtime.communicator("")
-    return isinstance(replicas, TorchProcessGroup) and not replicas.is_reduced_elsewhere(model)
+    return isinstance(replicas, TorchProcessGroup) and not is_reduced_elsewhere(model, replicas.ddps)
 
 
 def step_one_by_one(model: Any) -> None:

@@ -43,7 +43,6 @@ from keras_shardopt.kernels.torch.pieces import (
     columns_of,
     is_elementwise,
     pieces_are_faster,
-    slot_names,
     step_of,
     update_in_pieces,
 )
@@ -193,9 +192,7 @@ def _update(
     decayed: Sequence[Variable],
 ) -> None:
     rule = _rule_of(optimizer)
-    columns = None
-    if rule is not None:
-        columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
+    columns = None if rule is None else columns_of(optimizer, grads, variables, factors, divides)
     if rule is None or columns is None or not columns.are_uniform:
         if decayed:
             getattr(type(optimizer), _DECAY)(optimizer, decayed)

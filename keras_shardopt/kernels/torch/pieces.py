@@ -93,7 +93,7 @@ def update_in_pieces(
     """Update like Keras, but in pieces that fit into the CPU's cache, and with gradients scaled by `factors`."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
-    columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
+    columns = columns_of(optimizer, grads, variables, factors, divides)
     # On an accelerator, update whole arrays: pieces gain nothing there, and Keras' step over all variables makes fewer
     # calls.
     is_whole = columns.like.device.type != "cpu" or columns.num_elements < _MIN_PIECES * PIECE
@@ -114,11 +114,8 @@ def update_in_pieces(
 def pieces_are_faster(variables: Sequence[Variable]) -> bool:
     """Whether updating arrays in pieces that fit into the CPU's cache is faster than updating them whole."""
     values = values_of(variables)
-    return (
-        bool(values)
-        and values[0].device.type == "cpu"
-        and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
-    )
+    is_on_cpu = bool(values) and values[0].device.type == "cpu"
+    return is_on_cpu and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
 
 
 def _is_exact(kind: type) -> bool:
@@ -254,15 +251,14 @@ def _scaled(grad: Tensor, factor: Tensor | None, divides: bool, out: Tensor | No
 
 def columns_of(
     optimizer: keras.optimizers.Optimizer,
-    names: Sequence[str],
     grads: Sequence[Tensor],
     variables: Sequence[Variable],
     factors: Factors,
     divides: bool,
 ) -> Columns:
-    """Return the tensors of an update as a table. `names` are the optimizer's attributes that have state."""
+    """Return the tensors of an update as a table."""
     positions = [optimizer._get_variable_index(variable) for variable in variables]
-    slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in names]
+    slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in slot_names(optimizer)]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
     rows = list(zip(values_of(variables), grads, *slots))
     return Columns(rows, [factors.get(id(variable)) for variable in variables], divides)

@@ -38,12 +38,12 @@ def test_a_model_holds_optimizers_as_attributes_and_in_containers():
 
 @pytest.mark.backends("torch")
 def test_ranks_compare_the_state_of_the_outermost_model():
-    from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+    from keras_shardopt.backends.torch.equal_start import model_and_seed_state
 
     layers = keras.layers
     inner = keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.BatchNormalization()])
     outer = keras.Sequential([keras.Input((2,)), inner, layers.BatchNormalization(), layers.Dense(1)])
-    found = TorchProcessGroup.model_and_seed_state(None, [v.value for v in outer.trainable_variables])
+    found = model_and_seed_state([v.value for v in outer.trainable_variables])
     assert {id(v.value) for v in outer.non_trainable_variables} <= {id(tensor) for tensor in found}
 
 

@@ -42,3 +42,46 @@ def test_what_was_in_the_memory_before_is_not_sent(monkeypatch):
     bucket.put(1, None, 1.0)
     bucket.send()
     assert sent == [[2.0, 0.0, 4.0, 0.0]]
+
+
+def test_buckets_are_sent_and_received_in_the_same_order():
+    import types
+
+    from keras_shardopt.backends.torch.bucket import Bucket
+    from keras_shardopt.backends.torch.bucket_queue import BucketQueue
+
+    log = []
+
+    class Logged(Bucket):
+        def __init__(self, name, place, num_collectives=1):
+            self.name, self.places, self.num_left = name, [place], num_collectives
+
+        @property
+        def has_more(self):
+            return self.num_left > 0
+
+        def open(self):
+            log.append(f"open {self.name}")
+
+        def put(self, i, grad, weight):
+            assert [i] == self.places
+
+        def send(self):
+            log.append(f"send {self.name}")
+            return types.SimpleNamespace(wait=lambda: None)
+
+        def receive(self, adds):
+            log.append(f"receive {self.name}")
+            self.num_left -= 1
+
+    queue = BucketQueue([Logged("a", 2, num_collectives=2), Logged("b", 1), Logged("c", 0)], None)
+    queue.start()
+    queue.put_early(2, None)
+    queue.put_early(0, None)  # the last bucket waits for the flags
+    assert log == ["open a", "open b", "send a"] and queue.is_partly_sent
+    log.clear()
+    queue.put_early(1, None)  # one bucket at a time is under way, and two have memory
+    assert log == ["receive a", "send a", "open c", "send b"] and queue.unsent_places() == [0]
+    log.clear()
+    queue.complete()
+    assert log == ["receive b", "send c", "receive c", "receive a"] and not queue.is_partly_sent
