@@ -34,14 +34,10 @@ _running: list[StepTrace] = []
 
 
 class StepTrace:
-    """A trace of one step by the framework's profiler, which writes it to a folder until `end` is called.
-
-    Args:
-        measuring: the backend's module with `start_profile` and `operations`.
-        folder: the path of the folder.
-    """
+    """A trace of one step by the framework's profiler, which writes it to a folder until `end` is called."""
 
     def __init__(self, measuring: Any, folder: str) -> None:
+        """Start the profiler. `measuring` is the backend's module with `start_profile` and `operations`."""
         self._measuring, self._folder = measuring, folder
         self.summary: dict[str, Any] | None = None
         """The result of `summarize`; None while the profiler runs."""

@@ -109,9 +109,6 @@ def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callab
         count_call()
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
 class _NoSharding:
     """Replaces the strategy in Keras's iterator, and leaves the dataset whole: `WorkersIterator` divides each batch."""
 
@@ -259,9 +256,6 @@ def _share_seed() -> None:
     if everyones[0] is None or len(set(everyones)) > 1:
         drawn = gather_objects(int.from_bytes(os.urandom(3), "big"), "compares random seeds")
         tf.random.set_seed(drawn[0] if everyones[0] is None else everyones[0])
-
-
-# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
