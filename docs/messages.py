@@ -26,7 +26,7 @@ SUBJECTS = (
     ("Preparing models, and `fit`", "uneven_batches.md", r"fit/|update/losses"),
     ("Data", "processes.md#data", r"data/"),
     ("Sharded state", "sharded_state.md", r"sharding/"),
-    ("Saving and checkpoints", "saving.md", r"checkpoint/|wrapping/stored"),
+    ("Saving and checkpoints", "saving.md", r"checkpoint/|wrapping/(stored|attributes)"),
     ("Callbacks and summaries", "saving.md#callbacks", r"callbacks/|classic/summaries/"),
     (
         "Half precision and loss scaling",

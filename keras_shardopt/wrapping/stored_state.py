@@ -116,15 +116,6 @@ def build_for_its_model(optimizer: StoredOptimizer, metadata: _Metadata | None =
             optimizer.build(variables)
 
 
-def warn_if_read_early(optimizer: StoredOptimizer) -> None:
-    """Warn if an unbuilt optimizer has loaded a file, because its counters do not have the file's values yet."""
-    if optimizer._loaded is not None:
-        warn(
-            "Call `optimizer.build(variables)` in every process before you read loaded counters and rates. Until then, "
-            "counters and rates do not have the values of the loaded file."
-        )
-
-
 def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
     """Assign each variable its array in `store`, after a check of all shapes."""
     _check_fits(optimizer, store, variables)

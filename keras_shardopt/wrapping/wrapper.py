@@ -8,7 +8,6 @@ Private names of Keras touched here (a test checks that each exists):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - the variables of the build.
     `Optimizer._iterations` - the update counter.
-    `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that check whether an optimizer
         is a `LossScaleOptimizer`.
 """
@@ -28,6 +27,7 @@ from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Gradients, Tensor, Variable
+from keras_shardopt.wrapping.attributes import InnerAttributes
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
@@ -50,7 +50,6 @@ from keras_shardopt.wrapping.stored_state import (
     load_deferred,
     named_store,
     save_all,
-    warn_if_read_early,
 )
 from keras_shardopt.wrapping.trackable import InCheckpoints
 
@@ -63,23 +62,7 @@ _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 _CHECK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
 
-def _of_innermost(name: str, default: Any) -> property:
-    """Return a property that reads and writes `name` of the innermost optimizer."""
-
-    def read(self: OptimizerWrapper) -> Any:
-        # Keras' constructor reads and writes these attributes before an inner optimizer exists.
-        return getattr(innermost(self), name, default) if self._inner else default
-
-    def write(self: OptimizerWrapper, value: Any) -> None:
-        if self._inner:
-            # Pass through every wrapper, because each may react to the assignment.
-            inner = self.inner
-            setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
-
-    return property(read, write)
-
-
-class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Optimizer):
+class OptimizerWrapper(InnerAttributes, SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Optimizer):
     """Delegates to an inner optimizer. A subclass may change the gradients first.
 
     Args:
@@ -108,17 +91,6 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _saving_needs_all_replicas(self) -> bool:
         """Whether `save_own_variables` runs collectives, so all replicas must call it."""
         return False
-
-    _iterations = _of_innermost("_iterations", None)
-    use_ema = _of_innermost("use_ema", False)
-    ema_momentum = _of_innermost("ema_momentum", 0.99)
-    ema_overwrite_frequency = _of_innermost("ema_overwrite_frequency", None)
-    gradient_accumulation_steps = _of_innermost("gradient_accumulation_steps", None)
-    weight_decay = _of_innermost("weight_decay", None)
-    clipnorm = _of_innermost("clipnorm", None)
-    global_clipnorm = _of_innermost("global_clipnorm", None)
-    clipvalue = _of_innermost("clipvalue", None)
-    loss_scale_factor = _of_innermost("loss_scale_factor", None)
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner = get_optimizer(inner_optimizer, type(self).__name__)
@@ -361,49 +333,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
     def _slot_keys(self, variable: Variable) -> list[Any]:
         return keys_of(self, variable)
 
-    # -- attributes that callbacks read and write ------------------------------------------------------------------
-
-    @property
-    def iterations(self) -> keras.Variable:
-        """The number of updates so far."""
-        warn_if_read_early(self)
-        return self.inner.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate of the inner optimizer. An assignment changes the inner optimizer."""
-        warn_if_read_early(self)
-        return self.inner.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner.learning_rate = value
-
-    @property
-    def loss_scale(self) -> keras.Variable | float:
-        """The current loss scale, as a scalar variable or a float; 1.0 without loss scaling inside."""
-        inner = self.inner
-        if isinstance(inner, OptimizerWrapper):
-            return inner.loss_scale
-        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-            return inner.dynamic_scale if inner.built else inner.initial_scale
-        return 1.0 if inner.loss_scale_factor is None else inner.loss_scale_factor
-
-    @property
-    def skipped_steps(self) -> keras.Variable | int:
-        """The number of updates skipped because of an overflow, as a scalar variable; 0 if nothing counts them."""
-        return self.inner.skipped_steps if isinstance(self.inner, OptimizerWrapper) else 0
-
-    @property
-    def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers of an inner `keras.optimizers.MultiOptimizer`. Raises AttributeError without one."""
-        several: list[keras.optimizers.Optimizer] = innermost(self).optimizers
-        return several
-
-    @property
-    def _model_variables_moving_average(self) -> list[Variable]:
-        averages: list[Variable] = innermost(self)._model_variables_moving_average
-        return averages
+    # -- what Keras sees -----------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):  # bypass Keras' tracking: state is added explicitly

@@ -18,7 +18,7 @@ from support.checks import NullStore, refused
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.jax.placement import local_assignments
-from keras_shardopt.sharding import sharded_optimizer as divided
+from keras_shardopt.sharding import sharded_files
 
 warnings.filterwarnings("ignore")
 
@@ -70,12 +70,12 @@ def divided_state(scope, x, y, mine):
     assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
     values = np.arange(24, dtype="float32").reshape(8, 3)
     optimizer.load_own_variables({"0": 3, "1": 0.5, "2": values, "3": -values})
-    real, divided.BARRIER_SECONDS = divided.BARRIER_SECONDS, 0.5
+    real, sharded_files.BARRIER_SECONDS = sharded_files.BARRIER_SECONDS, 0.5
     for alone in (0, 1):
         if scope.process_id == alone:
             refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
         on_all(alone)
-    divided.BARRIER_SECONDS = real
+    sharded_files.BARRIER_SECONDS = real
     with local_assignments():  # as in `fit` of a prepared model
         slot.assign(2 * values)
     store = {} if scope.is_chief else NullStore()

@@ -26,8 +26,7 @@ from keras_shardopt.backends.torch import memory
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import gradient_clipping
-from keras_shardopt.sharding import flat_state
-from keras_shardopt.sharding import sharded_optimizer as divided_state
+from keras_shardopt.sharding import flat_state, sharded_files
 from keras_shardopt.sharding import slices as sharding
 
 warnings.filterwarnings("ignore")
@@ -527,14 +526,14 @@ def saved_state_fits_again_and_elsewhere(scope):
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
-    real, divided_state.BARRIER_SECONDS = divided_state.BARRIER_SECONDS, 0.3
+    real, sharded_files.BARRIER_SECONDS = sharded_files.BARRIER_SECONDS, 0.3
     for alone in (0, 1):
         if scope.replica_id == alone:
             refused(
                 lambda: saved(optimizer), RuntimeError, "save_model(model, path)` (or `save_weights`) on every rank"
             )
         dist.barrier()
-    divided_state.BARRIER_SECONDS = real
+    sharded_files.BARRIER_SECONDS = real
     store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)  # together it works as usual
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
