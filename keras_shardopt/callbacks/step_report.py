@@ -259,9 +259,9 @@ class StepReport(keras.callbacks.Callback):
         seconds, num = self._recorder.stop(), self._num_in_window
         mine = [*[seconds.get(phase, 0.0) / num for phase in (*OWN, "waiting")], 0.0, 0.0]
         if self._is_shared:
-            mine[-1] = min(_measuring.seconds_of_message() for _ in range(3))
             if self._forward_passes is not None:
                 mine[-2] = self._forward_passes.seconds(self.model)
+            mine[-1] = min(_measuring.seconds_of_message() for _ in range(3))
         mine_and_host = mine, socket.gethostname()
         rows, hosts = zip(*(processes.gather_objects(mine_and_host) if self._is_shared else [mine_and_host]))
         table = slow_ranks.table_of(rows)

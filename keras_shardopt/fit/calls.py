@@ -12,7 +12,7 @@ from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.optimizers.cross_shard import cross_shards_in
 
 
-def call_printing(prints: bool, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_printing(prints: bool, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `fit`, `evaluate` or `predict`; unless `prints`, with `verbose=0`, if the method accepts that argument."""
     if prints:
         return real(*args, **kwargs)

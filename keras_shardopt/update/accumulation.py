@@ -100,8 +100,9 @@ class Accumulation(Stage):
         stacked = None if step.is_reduced else self.stacked_along
         if not step.is_reduced and stacked is None:
             step = self.own(step)
+        positions = self._context.positions(step.variables)
         self.window.count()
-        sums = self.sums.add(step.grads, self._context.positions(step.variables), step.row_share)
+        sums = self.sums.add(step.grads, positions, step.row_share)
 
         if stacked is None:
             self._context.micro_batch(step, self.window.starts)

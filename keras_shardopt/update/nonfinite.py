@@ -133,7 +133,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable], places: Se
 
 def num_places(places: Sequence[int]) -> int:
     """Return the number of the optimizer's trainable variables up to the last one with a position in `places`."""
-    return max(places, default=-1) + 1
+    return len(places) if isinstance(places, range) else max(places, default=-1) + 1
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:

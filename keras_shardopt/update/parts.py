@@ -12,9 +12,9 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 class PartOfBatch(Communicator):
     """The communicator that losses and stages use while one part of a batch is processed, as if it were a replica.
 
-    Losses that divide by the sum of a mask, or of sample weights, need this sum over all parts. So a trainer first runs
-    all parts with `CountingPart`, and passes the recorded sums as `counted`. If each replica has exactly one part, the
-    trainer skips this run and passes `others`.
+    Losses that divide by the sum of a mask, or of sample weights, need this sum over all parts. For such losses, a
+    trainer runs all parts with `CountingPart`, and passes the recorded sums as `counted`. If each replica has exactly
+    one part, the trainer skips this run and passes `others`.
 
     Args:
         replica_id: the index of this part.

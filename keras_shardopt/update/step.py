@@ -51,10 +51,10 @@ class Step:
     found_inf: Tensor | tuple[int, int, int] | None = None
     """The first nonfinite gradient; None if unchecked. Indices are positions among the optimizer's trainable variables.
 
-    Before the reduction: a scalar tensor, the index from 1 in this replica's gradients; 0 if all are finite. After the
-    reduction: an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a gradient is not
-    finite, 1 is the replica, 2 the index from 0; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the tensor if
-    the CPU has already read that all gradients are finite.
+    Before the reduction: a scalar tensor, 1 plus the index of this replica's first nonfinite gradient; 0 if all are
+    finite. After the reduction: an int32 tensor of shape `[3]`, equal on all replicas. Element 0 is greater than 0 if a
+    gradient is not finite, 1 is the replica, 2 the index; either may be `UNKNOWN`. `numerics.ALL_FINITE` replaces the
+    tensor if the CPU has already read that all gradients are finite.
     """
 
     replica_axis: str | None = None

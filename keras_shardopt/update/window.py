@@ -69,7 +69,11 @@ class Window:
     @property
     def num_taken(self) -> int:
         """The number of micro-batches so far, as an int; 0 before `build`."""
-        return 0 if self.counter is None else int(self._known.of(self.counter))
+        if self.counter is None:
+            return 0
+        # Not noted: sums that other code has assigned are unknown, although this count is then known.
+        is_known = self._known.is_current(self.counter)
+        return int(self._known.of(self.counter) if is_known else ops.convert_to_numpy(self.counter))
 
     def reset(self) -> None:
         """Discard the micro-batches so far: the next one is the first of its update."""

@@ -127,8 +127,9 @@ class PartVariables:
         last = list(after)
         for i, (start, end) in enumerate(zip(starts, after)):
             if end is not None and (self.is_sum[i] or self._is_mean[i]):
-                # An infinite value that stays (of a mask, for example) changes by 0: inf - inf would be NaN.
-                change = ops.where(end == start, 0, end - start)
+                change = end - start
+                if self._is_mean[i]:  # an infinite value that stays (of a mask, for example): inf - inf would be NaN
+                    change = ops.where(end == start, 0, change)
                 changes[i] = change if self._is_of_loss[i] else _zero_without_rows(change, num_rows)
                 last[i] = None
         return changes, last

@@ -105,9 +105,10 @@ class SumOfParts(ExtensionStage):
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
         """Sum the gradients of `step` over replicas. On each replica, these are sums over its parts of the batch."""
-        reducer = AllReduce(self._context, self._optimizer._options, Transport())
+        if self._reducer is None:  # not earlier: the optimizer is complete only after all of its stages
+            self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
-        return reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
+        return self._reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
         """Forget which part of an unfinished batch is next."""

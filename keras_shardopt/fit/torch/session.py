@@ -117,8 +117,8 @@ class Session:
             self.batches.confirm()
             start_equal(self.model, cross_shards, ranks, self.step)
             self._unused = [(o, int(o.iterations)) for o in optimizers_of(self.model) if not cross_shards_in(o)]
-            self.has_started = True
         self.step.before_step(begins_epoch)
+        self.has_started = self.has_started or begins_epoch
 
     def check_unused(self) -> None:
         """Raise ValueError if an optimizer without a `CrossShard` made an update in the first step of an epoch."""

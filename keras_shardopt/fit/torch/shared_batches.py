@@ -51,7 +51,7 @@ class SharedBatches:
 
     Args:
         session: the `Session` of the model.
-        last_batches: the last batch of this rank in each phase, also in earlier calls inside the same `fit`.
+        last_batches: the last batch of this rank in each phase, shared by all calls inside one `fit`.
     """
 
     def __init__(self, session: Any, last_batches: dict[Phase, Any]) -> None:
