@@ -17,7 +17,7 @@ from keras_shardopt.backends.phases import timed
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.gathering import gather_despite_errors, join_gather, needs_all
 from keras_shardopt.checkpoint.portable import make_portable
-from keras_shardopt.checkpoint.together import communicating, is_chief, raise_together, raising_together
+from keras_shardopt.checkpoint.together import communicating, is_chief, raise_together
 from keras_shardopt.checkpoint.training_state import before_reading
 
 MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
@@ -113,10 +113,13 @@ def _save(
     """Saves a model with Keras' `method`. All processes wait for each other before and after the file is written."""
     file: Unfinished | None = None
     problem: Exception | None = None
+    try:  # outside of the strategy's scope, where TensorFlow's workers know which of them is the chief
+        file = _file_to_write(model, filepath, overwrite, suffixes, method, portable)
+    except Exception as error:
+        problem = error
     try:
         with communicating(model):
-            with raising_together():
-                file = _file_to_write(model, filepath, overwrite, suffixes, method, portable)
+            raise_together(problem)
             before_reading(model)
         try:
             _write_or_join(model, method, None if file is None else file.path)
@@ -171,7 +174,8 @@ def _write_or_join(model: Any, method: str, path: str | None) -> None:
             with gather_despite_errors(model):
                 _write_with_keras(model, method, own)
             if path is not None:
-                shutil.copyfile(own, path)
+                with open(own, "rb") as read, open(path, "wb") as written:
+                    shutil.copyfileobj(read, written, 2**24)
     elif path is not None:
         with gather_despite_errors(model):
             _write_with_keras(model, method, path)
@@ -189,10 +193,10 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
 
 @timed("saving")
 def save_from_any_process(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Saves a model of several processes with Keras' method `save` or `save_weights`, which any of them may call.
+    """Saves a model with `save`: its Keras method `save` or `save_weights`. Any number of processes can call it.
 
-    The file is replaced atomically. With one process, for folders and remote paths, and with further arguments, Keras
-    saves as without this package.
+    Each calling process replaces its file atomically. Folders, remote paths and calls with further arguments are passed
+    to Keras unchanged.
     """
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = isinstance(path, str) and "://" not in path and path.endswith((*MODEL_SUFFIXES, *WEIGHTS_SUFFIXES))

@@ -41,6 +41,7 @@ class PaddedShards(OneProgramShards):
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable], num_replicas: int) -> None:
         super().__init__(optimizer, variables, num_replicas)
+        self.state = _State(self, {})
         self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
         self._starts_with_weights = False
         placement.outside_strategy(lambda: self._try_out(optimizer))

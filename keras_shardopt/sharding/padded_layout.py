@@ -35,6 +35,7 @@ class PaddedLayout(OneProgramShards):
 
     def __init__(self, optimizer: CrossShardProtocol, variables: Sequence[Variable]) -> None:
         super().__init__(optimizer, variables, _layouts.shard_counts(variables)[1])
+        self.state = _State(self, {})
         may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
         self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
         self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]

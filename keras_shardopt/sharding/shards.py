@@ -55,7 +55,7 @@ class Shards(abc.ABC):
     """The number of this process's replica; 0 if one program runs all replicas."""
 
     state: DividedState
-    """The state of the inner optimizers. Set by `bind_state`."""
+    """The state of the inner optimizers; empty before `bind_state`."""
 
     _divided: Collection[int]
     """The positions of the variables that are divided."""

@@ -5,7 +5,7 @@ replica owns it whole, or an empty variable if other replicas own it. So each re
 variables, and joining them over replicas gives the whole state.
 
 `division.py` decides which replica updates which slice, `weights.py` sends updated slices to all replicas, and
-`flat_state.py` stores the state in files.
+`flat_state.py` prepares the state for files.
 
 Private names of Keras touched here (test_private_names.py checks that each exists):
     `Optimizer._use_weight_decay` - whether a variable decays.
@@ -62,6 +62,7 @@ class FlatShards(Shards):
         buckets = buckets_of(self._leaf, self.variables, may_split, self.num_replicas, bucket_bytes)
         self.division = Division(buckets, may_split, self.replica_id)
         self._divided = self.division.owners.keys()
+        self.state = FlatState(self, {}, self.division, ())
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
         self.holder: WeightHolder = WholeWeights(self, self.division, replicas)
         """Stores the weights, and sends updated slices. An extension can replace it."""

@@ -1,4 +1,4 @@
-"""The weights of replicas that are processes, and the messages that spread updated slices of them."""
+"""The weights of replicas that are processes, and the collectives that send updated slices to all of them."""
 
 from __future__ import annotations
 

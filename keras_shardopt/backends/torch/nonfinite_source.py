@@ -26,7 +26,7 @@ def nonfinite_source(
         ranks: the ranks of the default process group (`TorchProcessGroup`).
         buckets: the buckets of the reduction.
         found: the reduced gradients.
-        own: returns this rank's gradients. `SlicedBucket` has checked them before sending.
+        own: returns this rank's gradients. Not called for `SlicedBucket`s, which check gradients before sending.
     """
     buckets = list(buckets)
     device = buckets[-1].flags.device

@@ -57,8 +57,6 @@ class Buckets:
         self._overlaps = True
         self._finished: list[Tensor | None] | None = None  # the sums, if the backward pass has reduced the gradients
         self._returned: list[Tensor | None] = []  # the tensors that are then in `.grad`
-        self.found_inf: tuple[int, int, int] | None = None
-        """(1 if the last result of `reduce` is not finite, rank, gradient's position). None if not checked."""
 
     def __reduce__(self) -> Any:
         return type(None), ()  # None in a copy of an optimizer, because the copy creates new buckets
@@ -105,9 +103,10 @@ class Buckets:
         backward, self._hooks.receiver = self._hooks.receiver, None
         if backward is None:
             return
-        found = backward.finish()
-        if backward.is_late:
-            self._overlaps = False
+        try:
+            found = backward.finish()
+        finally:
+            self._overlaps &= not backward.is_late
         # Detach, because functions such as `Module.to` replace the memory of `.grad`, and must not replace a bucket's.
         self._finished = [None if grad is None else grad.detach() for grad in found]
         parameters = self._hooks.parameters
@@ -147,7 +146,6 @@ class Buckets:
                 "torch=TorchSpeed(overlap=False))`, or change gradients in a `keras_shardopt.Stage`."
             )
         self._sums.num_updates += 1
-        self.found_inf = self._sums.found_inf
         return [finished[i] for i in places]
 
     @torch.no_grad()
@@ -174,6 +172,11 @@ class Buckets:
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._sums.queue)
+
+    @property
+    def found_inf(self) -> tuple[int, int, int] | None:
+        """(1 if the last result of `reduce` is not finite, rank, gradient's position). None if not checked."""
+        return self._sums.found_inf
 
     @property
     def has_finished(self) -> bool:
@@ -251,9 +254,11 @@ class BackwardPass:
 
 
 def _zeros(i: int, grad: Tensor | None) -> Tensor | None:
-    """Return what a rank without rows sends. Not None: an encoder adds the error of its last compression to zeros."""
+    """Return zeros, which a rank without rows sends. With None, an encoder would not send its last error."""
     del i
-    return None if grad is None else torch.zeros_like(grad)
+    if grad is None or grad.is_sparse:
+        return None if grad is None else torch.zeros_like(grad)
+    return grad.new_zeros(()).expand_as(grad)  # takes no memory
 
 
 def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -376,8 +376,9 @@ def gather_objects(value: Any, call: str) -> list[Any]:
         rows: np.ndarray = gathered.view(-1, len(mine)).cpu().numpy()
         return rows
 
-    # Avoid `dist.all_gather_object`, which would gather the lengths again after `announce`.
-    lengths = lambda length: [each for each, _ in announce(call, length)]  # noqa: E731
+    def lengths(length: int) -> list[int]:  # not `dist.all_gather_object`, which gathers the lengths after `announce`
+        return [each for each, _ in announce(call, length)]
+
     return gather_pickled(value, gather, lengths, in_thread=False)
 
 

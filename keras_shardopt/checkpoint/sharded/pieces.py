@@ -174,12 +174,12 @@ def _check_covered(path: str, entry: dict[str, Any]) -> None:
     item = _dtype(entry["dtype"]).itemsize
     boxes = [(start, _shape_of(entry, stored, item)) for _, _, start, stored, _ in entry["pieces"]]
     num_elements = sum(math.prod(size) for _, size in boxes)
-    overlap = _overlap(boxes)
-    kind = "overlapping pieces" if overlap else "pieces"
-    if num_elements != math.prod(shape) or overlap:
+    has_all = num_elements == math.prod(shape)
+    if not has_all or _overlap(boxes):
+        kind = "overlapping pieces" if has_all else "pieces"
         raise ValueError(
             f"The saved pieces of the array `{path}` must contain each of its {math.prod(shape)} elements once. "
-            f"Received: {kind} with {num_elements} elements in all. Check that all processes train the same model."
+            f"Received: {kind} with {num_elements} elements. Check that all processes train the same model."
         )
 
 

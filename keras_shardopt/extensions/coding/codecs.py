@@ -218,18 +218,18 @@ class _Quantized(CodedInTwoLegs):
         self.rounding = check.one_of("rounding", rounding, ("nearest", "stochastic"))
         self.seed = check.integer("seed", seed, at_least=0)
 
-    def pack(self, steps: Tensor) -> Tensor:
+    def _pack(self, steps: Tensor) -> Tensor:
         """Return the vector of bytes to send for integers, given as float32 of shape `[blocks, block]`."""
         raise NotImplementedError
 
-    def unpack(self, sent: Tensor) -> Tensor:
-        """Return the integers that `pack` has encoded."""
+    def _unpack(self, sent: Tensor) -> Tensor:
+        """Return the integers that `_pack` has encoded."""
         raise NotImplementedError
 
-    def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Return packed integers, and the scales of blocks in bfloat16. The ints in `key` seed stochastic rounding.
+    def quantized(self, values: Tensor, key: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
+        """Return the integers as float32 of shape `[blocks, block]`, and the scales in bfloat16.
 
-        The scale of a block with NaN or infinity is NaN.
+        The scale of a block with NaN or infinity is NaN. The ints in `key` seed stochastic rounding.
         """
         rows = ops.reshape(values, (-1, self.block))
         sizes = ops.abs(rows)
@@ -241,14 +241,19 @@ class _Quantized(CodedInTwoLegs):
         wide = ops.cast(scales, "float32")[:, None]
         steps = rows / ops.where(ops.equal(wide, 0), ops.ones_like(wide), wide)
         if self.rounding == "nearest":
-            return [self.pack(ops.round(steps)), scales]
+            return ops.round(steps), scales
         noise = ops.reshape(random_numbers(int(np.prod(values.shape)), (self.seed, *key)), (-1, self.block))
-        return [self.pack(ops.clip(ops.floor(steps + noise), -self.largest, self.largest)), scales]
+        return ops.clip(ops.floor(steps + noise), -self.largest, self.largest), scales
+
+    def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
+        """Return packed integers, and the scales of blocks. The ints in `key` seed stochastic rounding."""
+        steps, scales = self.quantized(values, key)
+        return [self._pack(steps), scales]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
         """Multiply each integer by the scale of its block."""
         packed, scales = sent
-        return ops.reshape(self.unpack(packed) * ops.cast(scales, "float32")[:, None], (-1,))
+        return ops.reshape(self._unpack(packed) * ops.cast(scales, "float32")[:, None], (-1,))
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -291,11 +296,11 @@ class Int8(_Quantized):
     ) -> None:
         super().__init__(block, rounding, seed, error_feedback)
 
-    def pack(self, steps: Tensor) -> Tensor:
+    def _pack(self, steps: Tensor) -> Tensor:
         """Return one int8 per integer."""
         return ops.cast(ops.reshape(steps, (-1,)), "int8")
 
-    def unpack(self, sent: Tensor) -> Tensor:
+    def _unpack(self, sent: Tensor) -> Tensor:
         """Return the integers as float32 of shape `[blocks, block]`."""
         return ops.reshape(ops.cast(sent, "float32"), (-1, self.block))
 
@@ -332,7 +337,7 @@ class Int4(_Quantized):
     ) -> None:
         super().__init__(block, rounding, seed, error_feedback)
 
-    def pack(self, steps: Tensor) -> Tensor:
+    def _pack(self, steps: Tensor) -> Tensor:
         """Return one uint8 per two integers."""
         half = self.block // 2
         # Integers cannot represent NaN or infinity, so send 0. The block's scale is NaN, so the block decodes to NaN.
@@ -340,7 +345,7 @@ class Int4(_Quantized):
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return ops.cast(ops.reshape(pairs, (-1,)), "uint8")
 
-    def unpack(self, sent: Tensor) -> Tensor:
+    def _unpack(self, sent: Tensor) -> Tensor:
         """Take the two integers out of each byte."""
         pairs = ops.reshape(ops.cast(sent, "float32"), (-1, self.block // 2))
         high = ops.floor(pairs / 16)

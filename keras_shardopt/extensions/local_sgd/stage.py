@@ -105,7 +105,8 @@ class LocalUpdates(ExtensionStage):
     def _commit(self, step: Step, proceed: Proceed) -> None:
         before = self.schedule.counted()
         references = self.sync.references
-        runtime.cond(before == 0, lambda _: self.sync.set_references(), [], references, communicates=False)
+        is_first = before == 0 if isinstance(before, int) else ops.equal(before, 0)
+        runtime.cond(is_first, lambda _: self.sync.set_references(), [], references, communicates=False)
         # On JAX, the trainer averages statistics.
         statistics = [] if self.replica_values.stacked else self.variables.statistics
         updates = stamp(self._optimizer.iterations) if statistics and self.variables.may_skip else None

@@ -410,6 +410,7 @@ def wire_bytes_are_those_of_one_reduction(scope):
         (dist, "all_to_all_single"): lambda result, tensor: tensor.nbytes * (n - 1) / n,
         (dist, "all_reduce"): lambda tensor, *_: 2 * tensor.nbytes * (n - 1) / n,
         (dist, "broadcast"): lambda tensor, *_: tensor.nbytes * (n - 1) / n,
+        (memory, "_all_gather"): lambda result, tensor, **_: result.nbytes * (n - 1) / n,
         (torch_communicator, "_all_gather"): lambda result, tensor: result.nbytes * (n - 1) / n,
         (torch_communicator, "_reduce_scatter"): lambda result, tensor, *_: tensor.nbytes * (n - 1) / n,
     }
