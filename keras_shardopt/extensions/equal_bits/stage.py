@@ -38,6 +38,7 @@ class SumOfParts(ExtensionStage):
         self.num_parts = num_parts
         self._context = context
         self._optimizer = context.optimizer
+        self._reducer: AllReduce | None = None
         self._subtrees = Subtrees()
         self._found: Any = None
         self._next: int | None = None
