@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from keras import ops
 
-from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable, dtype_of, map_values
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of, map_values
 
 
-class Compressed(Communicator):
-    """Wraps a communicator, so sums and means send float32 and float64 tensors as `dtype` ("float16" or "bfloat16").
+class Compressed:
+    """Runs reductions of a communicator, and sends float32 and float64 tensors as `dtype` ("float16" or "bfloat16").
 
     With `divides`, each replica divides its tensor by the number of replicas before sending. The sum then overflows
     only if the mean does.
@@ -22,35 +21,17 @@ class Compressed(Communicator):
         self._replicas = replicas
         self._dtype = dtype
         self._divides = divides
-        self.num_replicas = replicas.num_replicas
-        self.replica_id = replicas.replica_id
-        self.is_spmd = replicas.is_spmd
-        self.is_multi_process = replicas.is_multi_process
-        self._world = None if replicas.world is replicas else replicas.world
-
-    @property
-    def members(self) -> Any:
-        return self._replicas.members
-
-    def split(self, groups: Groups) -> Communicator:
-        return Compressed(self._replicas.split(groups), self._dtype, self._divides)
-
-    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        return self._replicas.gradient_state(grads, variables)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        if op == "max":
-            return self._replicas.all_reduce(tensors, op)
+        """Return the sum or mean of each tensor over all replicas."""
         return self._compressed(self._replicas.all_reduce, tensors, op)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        """Return this replica's slice of the sum or mean of each tensor over replicas."""
         return self._compressed(self._replicas.reduce_scatter, tensors, op)
 
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._replicas.all_gather(tensors)
-
     def _compressed(self, reduce: Callable[..., list[Tensor]], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        divisor, factor = factors(op, self.num_replicas, self._divides)
+        divisor, factor = factors(op, self._replicas.num_replicas, self._divides)
 
         def narrow(tensor: Tensor) -> Tensor:
             dtype = dtype_sent(dtype_of(tensor), self._dtype)

@@ -29,7 +29,7 @@ class Transfer:
     scatters: bool = True
     """Whether this class implements `reduce_scatter`."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator | Compressed) -> None:
         self.comm = comm
 
     def all_reduce(

@@ -252,8 +252,8 @@ FAULTS = [
     # Half precision on the way.
     fault(
         "backends/compression.py",
-        "factors(op, self.num_replicas, self._divides)",
-        "factors(op, self.world.num_replicas, self._divides)",
+        "factors(op, self._replicas.num_replicas, self._divides)",
+        "factors(op, self._replicas.world.num_replicas, self._divides)",
         "promises/test_compression.py::test_within_groups_the_divisor_is_their_size",
     ),
     fault(

@@ -118,15 +118,17 @@ class CodedTransport(Transport):
         kept = [self.residuals[i] for i in places] if self.codec.error_feedback else []
         mine = [cast(tensor, "float32") for tensor in tensors]
         mine = [value + residual for value, residual in zip(mine, kept)] if kept else mine
-        factors = [self.factors.get(i) for i in places]
-        before = [None if factor is None else ops.convert_to_tensor(factor) for factor in factors]
-        reduced = self.codec.reduce(mine, [], comm, ops.convert_to_tensor(update), before)
+        reduced = self.codec.reduce(mine, [], comm, ops.convert_to_tensor(update), self.factors_at(places))
         is_good = ops.all(ops.stack([ops.all(ops.isfinite(total)) for total in reduced.sums]))
-        started = [factor for factor in factors if factor is not None]
+        started = [self.factors[i] for i in places if i in self.factors]
         for variable, value in [*zip(kept, reduced.unsent), *zip(started, reduced.factors)]:
             variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))
         # Divide before casting, because the sum can overflow half precision even if the mean does not.
         return [cast(total / comm.num_replicas, dtype_of(like)) for total, like in zip(reduced.sums, tensors)]
+
+    def factors_at(self, places: Sequence[int]) -> list[Tensor | None]:
+        """Return the `PowerSGD` matrices of the variables at these positions; None for a variable without one."""
+        return [ops.convert_to_tensor(self.factors[i]) if i in self.factors else None for i in places]
 
     def _check(self) -> None:
         if isinstance(self.codec, PowerSGD) and self.codec.warmup_steps and _strategies is not None:
@@ -140,8 +142,11 @@ class CodedTransport(Transport):
 class Coded(Transfer):
     """One reduction of encoded gradients. `kept` is the `CodedTransport` that stores compression errors."""
 
+    comm: Communicator
+
     def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
         super().__init__(comm)
+        self.codec = kept.codec
         self._kept = kept
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
@@ -156,11 +161,6 @@ class Coded(Transfer):
         self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
         self._factors: dict[int, Tensor] = {}
         self._is_finite: list[Tensor] = []
-
-    @property
-    def codec(self) -> Compression:
-        """The gradient codec."""
-        return self._kept.codec
 
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
@@ -199,9 +199,8 @@ class Coded(Transfer):
 
     def _inputs(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors to encode (gradients plus earlier errors), and their `PowerSGD` matrices or None."""
-        before = [self._kept.factors.get(place) for place in places]
-        factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
-        return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
+        mine = [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)]
+        return mine, self._kept.factors_at(places)
 
     def _update(self) -> Tensor:
         return ops.convert_to_tensor(self._context.updates)
@@ -219,27 +218,26 @@ class Coded(Transfer):
     ) -> tuple[Tensor, Tensor | None]:
         """Reduce encoded gradients: `rows` has a row of slices per replica. Return this replica's row, and `along`."""
         del length, dtype
-        slices, more = rows, [] if along is None else [along]
+        more = [] if along is None else [along]
         codec, size, me = self.codec, self.comm.num_replicas, self.comm.replica_id
         assert isinstance(codec, CodedInTwoLegs)
-        filled = [[self._with_residual(i, value, start) for i, start, value in each] for each in slices]
+        filled = [[self._with_residual(i, value, start) for i, start, value in each] for each in rows]
         longest = max(sum(int(value.shape[0]) for value in row) for row in filled)
         length = -(-longest // codec.block) * codec.block
         flat = ops.concatenate([joined(row, length) if row else ops.zeros((length,), "float32") for row in filled])
-        key = ops.convert_to_tensor(self._context.updates), me, 0
-        sent = codec.encode(flat, key)
+        sent = codec.encode(flat, (self._update(), me, 0))
         total = ops.sum(ops.reshape(codec.decode(self.comm.all_to_all(sent)), (size, -1)), axis=0)
         unsent = ops.reshape(flat - codec.decode(sent), (size, -1))
-        for r, (each, row) in enumerate(zip(slices, filled)):
+        for r, (each, row) in enumerate(zip(rows, filled)):
             for (i, start, _), left in zip(each, split(unsent[r], row)):
                 self._pieces.setdefault(i, []).append((start, left))
         # A replica gets only its slices of the sum, so each replica checks its own whole gradient for NaN and infinity.
         is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
         *sums, num_bad = self.comm.all_reduce([*more, ops.reshape(is_bad, (1,))], "sum")
         self._is_finite.append(num_bad[0] < 0.5)
-        mine = [value for _, _, value in slices[int(me)]]
+        mine = [value for _, _, value in rows[int(me)]]
         own = total[: sum(int(value.shape[0]) for value in mine)]
-        own, *sums = self._results([own, *sums], [slices[0][0][2] if not mine else mine[0], *more], op)
+        own, *sums = self._results([own, *sums], [rows[0][0][2] if not mine else mine[0], *more], op)
         return own, None if along is None else sums[0]
 
     def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
