@@ -218,14 +218,6 @@ class _Quantized(CodedInTwoLegs):
         self.rounding = check.one_of("rounding", rounding, ("nearest", "stochastic"))
         self.seed = check.integer("seed", seed, at_least=0)
 
-    def _pack(self, steps: Tensor) -> Tensor:
-        """Return the vector of bytes to send for integers, given as float32 of shape `[blocks, block]`."""
-        raise NotImplementedError
-
-    def _unpack(self, sent: Tensor) -> Tensor:
-        """Return the integers that `_pack` has encoded."""
-        raise NotImplementedError
-
     def quantized(self, values: Tensor, key: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
         """Return the integers as float32 of shape `[blocks, block]`, and the scales in bfloat16.
 
@@ -244,16 +236,6 @@ class _Quantized(CodedInTwoLegs):
             return ops.round(steps), scales
         noise = ops.reshape(random_numbers(int(np.prod(values.shape)), (self.seed, *key)), (-1, self.block))
         return ops.clip(ops.floor(steps + noise), -self.largest, self.largest), scales
-
-    def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """Return packed integers, and the scales of blocks. The ints in `key` seed stochastic rounding."""
-        steps, scales = self.quantized(values, key)
-        return [self._pack(steps), scales]
-
-    def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """Multiply each integer by the scale of its block."""
-        packed, scales = sent
-        return ops.reshape(self._unpack(packed) * ops.cast(scales, "float32")[:, None], (-1,))
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -296,13 +278,15 @@ class Int8(_Quantized):
     ) -> None:
         super().__init__(block, rounding, seed, error_feedback)
 
-    def _pack(self, steps: Tensor) -> Tensor:
-        """Return one int8 per integer."""
-        return ops.cast(ops.reshape(steps, (-1,)), "int8")
+    def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
+        """Return one int8 per element, and the scales of blocks. The ints in `key` seed stochastic rounding."""
+        steps, scales = self.quantized(values, key)
+        return [ops.cast(ops.reshape(steps, (-1,)), "int8"), scales]
 
-    def _unpack(self, sent: Tensor) -> Tensor:
-        """Return the integers as float32 of shape `[blocks, block]`."""
-        return ops.reshape(ops.cast(sent, "float32"), (-1, self.block))
+    def decode(self, sent: Sequence[Tensor]) -> Tensor:
+        """Multiply each integer by the scale of its block."""
+        rows = ops.reshape(ops.cast(sent[0], "float32"), (-1, self.block))
+        return ops.reshape(rows * ops.cast(sent[1], "float32")[:, None], (-1,))
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -337,19 +321,21 @@ class Int4(_Quantized):
     ) -> None:
         super().__init__(block, rounding, seed, error_feedback)
 
-    def _pack(self, steps: Tensor) -> Tensor:
-        """Return one uint8 per two integers."""
+    def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
+        """Return one uint8 per two elements, and the scales of blocks. The ints in `key` seed stochastic rounding."""
+        steps, scales = self.quantized(values, key)
         half = self.block // 2
         # Integers cannot represent NaN or infinity, so send 0. The block's scale is NaN, so the block decodes to NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
-        return ops.cast(ops.reshape(pairs, (-1,)), "uint8")
+        return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]
 
-    def _unpack(self, sent: Tensor) -> Tensor:
-        """Take the two integers out of each byte."""
-        pairs = ops.reshape(ops.cast(sent, "float32"), (-1, self.block // 2))
+    def decode(self, sent: Sequence[Tensor]) -> Tensor:
+        """Take the two integers out of each byte, and multiply them by the scale of their block."""
+        pairs = ops.reshape(ops.cast(sent[0], "float32"), (-1, self.block // 2))
         high = ops.floor(pairs / 16)
-        return ops.concatenate([pairs - 16 * high - 8, high - 8], axis=1)
+        rows = ops.concatenate([pairs - 16 * high - 8, high - 8], axis=1)
+        return ops.reshape(rows * ops.cast(sent[1], "float32")[:, None], (-1,))
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
