@@ -129,6 +129,10 @@ def scheduled():
     return ks.NovoGrad(ks.schedules.PolyDecay(0.02, decay_steps=10, warmup_steps=3), weight_decay=0.01)
 
 
+def extended(extension, inner=problem.sgd_momentum, **arguments):
+    return of_replicas(inner, extensions=[extension], **arguments)
+
+
 def of_replicas(make=problem.sgd_momentum, **arguments):
     return lambda: ks.CrossShard(make(), **arguments)
 
@@ -212,6 +216,55 @@ RUNS = {
     "small buckets on 2": Run(of_replicas(adam, bucket_mib=1e-4), 2, backends=TORCH),
     "nothing sent early on 2": Run(of_replicas(adam, overlap=False, fused=False), 2, backends=TORCH),
     "optimize_loss on 2": Run(None, 2, how="optimize_loss"),
+    # Extensions.
+    "local SGD on 2": Run(extended(ks.LocalSGD(2)), 2, prepares=EVERYWHERE),
+    "local SGD, state, uneven batches on 2": Run(
+        extended(ks.LocalSGD(3), decaying), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
+    ),
+    "DiLoCo in fragments on 2": Run(
+        extended(ks.LocalSGD(3, outer_optimizer=o.SGD(0.7, momentum=0.9), fragments=2, warmup=2), adam),
+        2,
+        prepares=EVERYWHERE,
+    ),
+    "local SGD, skipping, windows on 2": Run(
+        extended(ks.LocalSGD(2), on_nonfinite="skip", gradient_accumulation_steps=2),
+        2,
+        model=model_with_state,
+        data=with_a_nan,
+        prepares=EVERYWHERE,
+    ),
+    "local SGD, int8 on 2": Run(extended(ks.LocalSGD(2), adam, compression="int8"), 2, prepares=EVERYWHERE),
+    "virtual replicas on 2": Run(
+        extended(ks.VirtualReplicas(4), adam), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
+    ),
+    "virtual replicas, skipping, windows on 2": Run(
+        extended(ks.VirtualReplicas(2), on_nonfinite="skip", gradient_accumulation_steps=2),
+        2,
+        data=with_a_nan,
+        prepares=EVERYWHERE,
+    ),
+    "int4, windows on 2": Run(
+        of_replicas(compression=ks.compression.Int4(block=8, rounding="stochastic"), gradient_accumulation_steps=2),
+        2,
+        prepares=EVERYWHERE,
+    ),
+    "int8, shards, skipping on 2": Run(
+        of_replicas(adam, compression="int8", shard_state=True, on_nonfinite="skip"),
+        2,
+        data=with_a_nan,
+        prepares=EVERYWHERE,
+    ),
+    "PowerSGD on 2": Run(
+        of_replicas(compression=ks.compression.PowerSGD(rank=1, warmup_steps=2)), 2, prepares=EVERYWHERE
+    ),
+    "gradient noise on 2": Run(of_replicas(stages=[ks.GradientNoise()]), 2, prepares=EVERYWHERE),
+    "sharded weights on 2": Run(
+        extended(ks.ShardedWeights(), adam, shard_state=True),
+        2,
+        model=model_with_state,
+        prepares=EVERYWHERE,
+        backends=TORCH,
+    ),
 }
 
 
