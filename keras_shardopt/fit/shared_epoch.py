@@ -61,7 +61,9 @@ class SharedEpoch(EpochIterator):
         return super().__iter__()
 
     def __next__(self) -> Any:
-        with self._draws.drawing(not self._has_arrays):
+        if self._has_arrays:
+            return super().__next__()
+        with self._draws.drawing():
             return super().__next__()
 
     def reset(self) -> None:

@@ -869,8 +869,8 @@ FAULTS = [
     ),
     fault(
         "extensions/equal_bits/parts.py",
-        "ops.where(end == start, 0, end - start)",
-        "end - start",
+        "ops.where(end == start, 0, change)",
+        "change",
         "unit/update/test_virtual_replicas.py::test_an_infinite_value_that_stays_does_not_become_nan",
     ),
     fault(
