@@ -52,7 +52,7 @@ class SharedEpoch(EpochIterator):
     _draws: SharedDraws
 
     _has_arrays = False
-    """Whether the order of rows is drawn only when the first batch is read."""
+    """Whether the data is in arrays, whose order is drawn once per epoch: when the first batch is read."""
 
     def __iter__(self) -> Any:
         if self._trains:

@@ -31,7 +31,7 @@ class Bucket:
     """The number of elements in the largest share of a replica. Other shares are padded with zeros to be sent."""
 
     is_uneven: bool
-    """Whether chunks of equal length would be mostly padding."""
+    """Whether more than a fifth of the bytes would be padding if all chunks had equal length (`_MAX_IMBALANCE`)."""
 
     def places(self, replica: int) -> Iterator[tuple[Piece, int, int]]:
         """Yield each slice of a replica, with its start and stop in the replica's chunk."""

@@ -148,7 +148,7 @@ class OneProgramShards(Shards):
 
 
 class DividedState(StoredState, abc.ABC):
-    """The state that inner optimizers have for a replica's parts of variables, as files and reports need it.
+    """The optimizer state of one replica's slices, as files and reports read it.
 
     Args:
         shards: the division of the variables.

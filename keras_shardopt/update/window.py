@@ -71,7 +71,7 @@ class Window:
         """The number of micro-batches so far, as an int; 0 before `build`."""
         if self.counter is None:
             return 0
-        # Not noted: sums that other code has assigned are unknown, although this count is then known.
+        # Do not note this count. After other code assigns it, the sums are unknown, so `ends_next` must stay False.
         is_known = self._known.is_current(self.counter)
         return int(self._known.of(self.counter) if is_known else ops.convert_to_numpy(self.counter))
 

@@ -130,7 +130,19 @@ def scheduled():
 
 
 def extended(extension, inner=problem.sgd_momentum, **arguments):
-    return of_replicas(inner, extensions=[extension], **arguments)
+    return lambda: ks.CrossShard(inner(), extensions=[extension()], **arguments)
+
+
+def diloco():
+    return ks.LocalSGD(3, outer_optimizer=o.SGD(0.7, momentum=0.9), fragments=2, warmup=2)
+
+
+def local(every):
+    return lambda: ks.LocalSGD(every)
+
+
+def virtual(number):
+    return lambda: ks.VirtualReplicas(number)
 
 
 def of_replicas(make=problem.sgd_momentum, **arguments):
@@ -217,28 +229,28 @@ RUNS = {
     "nothing sent early on 2": Run(of_replicas(adam, overlap=False, fused=False), 2, backends=TORCH),
     "optimize_loss on 2": Run(None, 2, how="optimize_loss"),
     # Extensions.
-    "local SGD on 2": Run(extended(ks.LocalSGD(2)), 2, prepares=EVERYWHERE),
+    "local SGD on 2": Run(extended(local(2)), 2, prepares=EVERYWHERE),
     "local SGD, state, uneven batches on 2": Run(
-        extended(ks.LocalSGD(3), decaying), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
+        extended(local(3), decaying), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
     ),
     "DiLoCo in fragments on 2": Run(
-        extended(ks.LocalSGD(3, outer_optimizer=o.SGD(0.7, momentum=0.9), fragments=2, warmup=2), adam),
+        extended(diloco, adam),
         2,
         prepares=EVERYWHERE,
     ),
     "local SGD, skipping, windows on 2": Run(
-        extended(ks.LocalSGD(2), on_nonfinite="skip", gradient_accumulation_steps=2),
+        extended(local(2), on_nonfinite="skip", gradient_accumulation_steps=2),
         2,
         model=model_with_state,
         data=with_a_nan,
         prepares=EVERYWHERE,
     ),
-    "local SGD, int8 on 2": Run(extended(ks.LocalSGD(2), adam, compression="int8"), 2, prepares=EVERYWHERE),
+    "local SGD, int8 on 2": Run(extended(local(2), adam, compression="int8"), 2, prepares=EVERYWHERE),
     "virtual replicas on 2": Run(
-        extended(ks.VirtualReplicas(4), adam), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
+        extended(virtual(4), adam), 2, model=model_with_state, data=weighted, prepares=EVERYWHERE
     ),
     "virtual replicas, skipping, windows on 2": Run(
-        extended(ks.VirtualReplicas(2), on_nonfinite="skip", gradient_accumulation_steps=2),
+        extended(virtual(2), on_nonfinite="skip", gradient_accumulation_steps=2),
         2,
         data=with_a_nan,
         prepares=EVERYWHERE,
@@ -259,7 +271,7 @@ RUNS = {
     ),
     "gradient noise on 2": Run(of_replicas(stages=[ks.GradientNoise()]), 2, prepares=EVERYWHERE),
     "sharded weights on 2": Run(
-        extended(ks.ShardedWeights(), adam, shard_state=True),
+        extended(ks.ShardedWeights, adam, shard_state=True),
         2,
         model=model_with_state,
         prepares=EVERYWHERE,

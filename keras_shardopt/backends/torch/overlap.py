@@ -127,8 +127,8 @@ class Buckets:
         Otherwise, this rank sends its gradients times `weight`.
 
         Raises:
-            ValueError: on all ranks, if ranks differ in updates or trained variables, or if `grads` are other gradients
-                than the backward pass has reduced.
+            ValueError: on all ranks, if ranks differ in updates or trained variables. On this rank only, if `grads` are
+                not the tensors that the backward pass has left in `.grad`.
         """
         places = [self._places[id(variable)] for variable in variables]
         finished, self._finished = self._finished, None
@@ -254,7 +254,7 @@ class BackwardPass:
 
 
 def _zeros(i: int, grad: Tensor | None) -> Tensor | None:
-    """Return zeros, which a rank without rows sends. With None, an encoder would not send its last error."""
+    """Return the zeros that a rank without rows sends, or None for None. Zeros let an encoder send its residual."""
     del i
     if grad is None or grad.is_sparse:
         return None if grad is None else torch.zeros_like(grad)

@@ -72,8 +72,8 @@ def with_divisors(
     """Compute all parts of a batch. Return the result of `run`, and whether losses needed divisors.
 
     Args:
-        run: computes all parts. It takes the divisors of losses that are sums over the batch, such as of a mask. If it
-            needs more, it raises NotCountedError, and then runs again from the beginning.
+        run: computes all parts, given the divisors of losses, such as the sum of a mask over the batch. If a divisor is
+            missing, it raises NotCountedError. `with_divisors` then calls it again with all divisors.
         count: computes the divisors in forward passes. None: no part can run again, so the error is raised.
         counts_first: whether to call `count` at once, because the previous batch needed divisors.
     """

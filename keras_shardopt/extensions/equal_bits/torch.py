@@ -16,6 +16,7 @@ import torch
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import has_built_in_step
+from keras_shardopt.backends.torch.process_group import add_promised_steps
 from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
 from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
@@ -102,7 +103,10 @@ def in_parts(
     is_skipped = trains and runtime.version(cross_shard.iterations) == updates
     is_skipped = is_skipped and (window is None or bool(window.is_complete))
     state.settle(tree.total(changes), sum(count > 0 for count in counts), is_skipped)
-    return logs.settle(model, tree, sum(counts))
+    settled = logs.settle(model, tree, sum(counts))
+    if ranks is not None:
+        add_promised_steps(-1)
+    return settled
 
 
 def _warn_of_compiling(model: Any, kept: KeptState) -> None:

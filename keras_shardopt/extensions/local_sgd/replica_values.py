@@ -77,7 +77,7 @@ class Copies:
     def resume(self, begins_epoch: bool) -> None:
         """Restore the values of each replica. If weights were set since `show`, restart from these weights.
 
-        `begins_epoch`: averaged weights may have been set without `show`, so copy them to the reference weights.
+        `begins_epoch`: other code may have set weights that are equal on all replicas. Copy these to the references.
         """
         shown, was_shown = self._shown, self.is_shown
         self.forget()

@@ -31,7 +31,7 @@ class SyncSchedule:
         self.count: Variable = None
         """The number of updates so far."""
         self.last_syncs: Variable = None
-        """The value of `count` when each fragment was last averaged, shape `(num_fragments,)`."""
+        """The update at which each fragment's interval began: its last average, or an earlier one set by `restart`."""
         self._known_count, self._known_syncs = Known(), Known()
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:

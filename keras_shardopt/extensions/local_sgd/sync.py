@@ -94,7 +94,7 @@ class WeightSync:
     def run(self, number: int, count: Any, statistics: Sequence[Variable], shares: Sequence[Tensor]) -> None:
         """Average the weights of fragment (group) `number` after update `count`. All replicas call this together.
 
-        Also average `statistics`. Then `shares` has this replica's share of the rows. If it is 0, its own do not count.
+        Also average `statistics`, over the replicas with rows. `shares` then holds this replica's share of the rows.
         """
         positions = self.schedule.fragments[number]
         weights = self._variables.weights()

@@ -232,7 +232,7 @@ class SharedBatches:
 
 
 _MOST_PROMISED = 32
-"""One more than the largest number of successive batches without communication, which is sent in 5 bits."""
+"""The number of values that fit in the 5 bits of a promise. A rank promises at most one batch less."""
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
@@ -256,7 +256,7 @@ class _Unreported:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def take_promised(self) -> bool:
-        """Whether ranks have agreed to run this batch without communication. If so, subtract it from these batches."""
+        """Return whether ranks have agreed to run this batch without communication. If so, count it as run."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
@@ -268,6 +268,7 @@ class _Unreported:
             return 0
         now = time.monotonic()
         of_one, self._since = (now - self._since) / self.num_batches, now
+        # Begin with none, then 3, 15 and 31: ranks with other data are noticed early.
         wanted = min(num_equal, 4 * self._num_last + 3, int(seconds / max(of_one, 1e-6)), _MOST_PROMISED - 1)
         return max(wanted, 0)
 
