@@ -61,11 +61,11 @@ class Buckets:
     def __reduce__(self) -> Any:
         return type(None), ()  # None in a copy of an optimizer, because the copy creates new buckets
 
-    def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Contribution | None = None) -> None:
+    def follow(self, loss: Any, optimizer: Optimizer, counts: bool, contribution: Contribution | None = None) -> None:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` has called `scale_loss`.
 
-        `counts` is false if this rank has no rows and sends zeros. `window` replaces each gradient by its mean over all
-        micro-batches.
+        `counts` is false if this rank has no rows and sends zeros. `contribution` replaces each gradient by its mean
+        over all micro-batches.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -78,7 +78,7 @@ class Buckets:
         def start(_: Tensor) -> None:
             buckets = buckets_ref()
             if buckets is not None:
-                buckets._start(window if counts else _zeros)
+                buckets._start(contribution if counts else _zeros)
 
         loss.register_hook(start)
 

@@ -1,6 +1,9 @@
 """Sums gradients over all ranks in buckets. Flags in the last bucket show whether the ranks agree about the update.
 
-A gradient can change on a rank after it was sent. A flag then makes all ranks send all gradients again.
+A gradient can change on a rank after it was sent. A flag then makes all ranks repeat the reduction. If ranks still have
+their gradients (`can_resend`), they send all of them again. Otherwise they keep the first sums, and a second reduction
+adds what arrived late; a rank with nothing late sends zeros. No third one is needed, because gradients do not change
+after the backward pass.
 """
 
 from __future__ import annotations
