@@ -267,7 +267,7 @@ RUNS = {
         prepares=EVERYWHERE,
     ),
     "PowerSGD on 2": Run(
-        of_replicas(compression=ks.compression.PowerSGD(rank=1, warmup_steps=2)), 2, prepares=EVERYWHERE
+        of_replicas(compression=ks.compression.PowerSGD(rank=1, warmup_steps=0)), 2, prepares=EVERYWHERE
     ),
     "gradient noise on 2": Run(of_replicas(stages=[ks.GradientNoise()]), 2, prepares=EVERYWHERE),
     "sharded weights on 2": Run(
