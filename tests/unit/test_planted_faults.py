@@ -751,8 +751,8 @@ FAULTS = [
     ),
     fault(  # a rank without rows keeps back what a codec has left
         "backends/torch/overlap.py",
-        "return grad.new_zeros(()).expand_as(grad)",
-        "return None",
+        "else grad.new_zeros(()).expand_as(grad)",
+        "else None",
         "promises/test_uneven_batches_ranks.py::test_data_of_their_own_that_end_at_different_times[powersgd]",
     ),
     # Statistics of the whole batch.
@@ -869,7 +869,7 @@ FAULTS = [
     ),
     fault(
         "extensions/equal_bits/torch.py",
-        "add_promised_steps(-1)",
+        "batches.end_step()",
         "pass",
         f"{RANKS}::test_one_sha256_for_any_number_of_ranks[4-attending-Adam-plain]",
     ),
@@ -1530,7 +1530,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/shared_batches.py",
-        "        if not mine and not any(self._rows):\n            add_promised_steps(-1)\n",
+        "        if not mine and not any(self._rows):\n            self.end_step()\n",
         "        if not mine and not any(self._rows):\n",
         "promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
     ),

@@ -256,9 +256,9 @@ class BackwardPass:
 def _zeros(i: int, grad: Tensor | None) -> Tensor | None:
     """Return the zeros that a rank without rows sends, or None for None. Zeros let an encoder send its residual."""
     del i
-    if grad is None or grad.is_sparse:
-        return None if grad is None else torch.zeros_like(grad)
-    return grad.new_zeros(()).expand_as(grad)  # takes no memory
+    if grad is None:
+        return None
+    return torch.zeros_like(grad) if grad.is_sparse else grad.new_zeros(()).expand_as(grad)  # takes no memory
 
 
 def _freed(parameter: Tensor, grad: Tensor | None) -> Tensor | None:

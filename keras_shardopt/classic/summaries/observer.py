@@ -108,8 +108,8 @@ class Observer:
 
     def _run(self, now: _Moment, grads: Gradients, variables: Sequence[Variable]) -> None:
         wrapper, _ = now
-        measures = [measure for moment, measure in self._measures if _is_same(moment, now)]
-        is_last = _is_same(self._last, now)
+        measures = [measure for moment, measure in self._measures if moment == now]
+        is_last = self._last == now
         if not measures and not is_last:
             return
         is_due: Any = self.is_due
@@ -145,10 +145,6 @@ class Observer:
             found = {tag: getattr(stage, attribute) for tag, attribute in attributes.items()}
             tags.update({PREFIX + tag: value for tag, value in found.items() if np.isfinite(value)})
         return update, tags
-
-
-def _is_same(moment: _Moment, other: _Moment) -> bool:
-    return moment[0] is other[0] and moment[1] == other[1]
 
 
 def _measures(

@@ -16,7 +16,6 @@ import torch
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import has_built_in_step
-from keras_shardopt.backends.torch.process_group import add_promised_steps
 from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
 from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
@@ -105,7 +104,7 @@ def in_parts(
     state.settle(tree.total(changes), sum(count > 0 for count in counts), is_skipped)
     settled = logs.settle(model, tree, sum(counts))
     if ranks is not None:
-        add_promised_steps(-1)
+        batches.end_step()
     return settled
 
 

@@ -7,7 +7,7 @@ Private names of Keras touched here (a test checks that each exists):
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,8 +15,7 @@ import torch
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
-from keras_shardopt.backends.torch.process_group import add_promised_steps
-from keras_shardopt.fit.torch.shared_batches import Phase, exchange
+from keras_shardopt.fit.torch.shared_batches import Phase, SharedBatches, exchange
 
 
 @torch.no_grad()
@@ -55,9 +54,10 @@ def mean_logs(model: Any, ranks: TorchProcessGroup, logs: Any, num_rows: int) ->
 
 @torch.compiler.disable
 @torch.no_grad()
-def rows_of_all(ranks: TorchProcessGroup, outputs: Any, rows: Sequence[int]) -> Any:
-    """Gather the outputs of all ranks for a batch, in the order of its rows. Rank i has `rows[i]` of the rows."""
-    add_promised_steps(-1)  # so that the exchanges below check the calls of all ranks again
+def rows_of_all(ranks: TorchProcessGroup, outputs: Any, batches: SharedBatches) -> Any:
+    """End the step of a batch. Gather the outputs of all ranks for it, in the order of its rows."""
+    rows = batches.rows()
+    batches.end_step()
     mine = rows[ranks.replica_id]
     num_run = max(mine, 1)  # a rank without rows has run the model on one row
     tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]

@@ -12,7 +12,6 @@ import torch
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import optimizers_of, set_replica_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.process_group import add_promised_steps
 from keras_shardopt.fit.batch_logs import BatchLogs
 from keras_shardopt.fit.calls import cross_shards_in_step, refuse_groups
 from keras_shardopt.fit.torch.equal_start import start_equal
@@ -135,7 +134,7 @@ class Session:
     def logs_of_all(self, logs: Any) -> Any:
         """End the step of a batch. Return logs of all ranks if a rank reads logs. Otherwise repeat earlier logs."""
         assert self.ranks is not None
-        add_promised_steps(-1)
+        self.batches.end_step()
         trains = self.batches.phase is Phase.TRAIN_BATCH
         if not self.batches.shares_logs:
             return self.logs.last(trains, logs)

@@ -107,7 +107,7 @@ class SharedBatches:
         self._unreported.add(num, fingerprint(data) if num else 0)
         self._send_rows(phase, num, True, num_equal)
         if not num:
-            add_promised_steps(-1)
+            self.end_step()
             return None
         ranks = self._session.ranks
         self._rows = self._session.step.rows_of(num, ranks.num_replicas)
@@ -126,7 +126,7 @@ class SharedBatches:
         self._unreported.add(mine, 0)
         self._send_rows(phase, mine, False, num_equal)
         if not mine and not any(self._rows):
-            add_promised_steps(-1)
+            self.end_step()
             return None
         self.mine = mine
         return self._last_batches[phase]
@@ -199,6 +199,10 @@ class SharedBatches:
         if self._pending is None or self._is_whole:
             return sum(self._rows)
         return lambda: sum(self.rows())
+
+    def end_step(self) -> None:
+        """End the step of a batch that ranks have announced. Then exchanges check the calls of all ranks again."""
+        add_promised_steps(-1)
 
     def end_epoch(self) -> None:
         """End an epoch on all ranks. All ranks raise ValueError if they had different batches."""

@@ -116,7 +116,7 @@ class PreparedOnTorch(PreparedModel):
         if ranks is None or batches.mine is None or session.call is not Phase.PREDICT_BATCH:
             return outputs
         batches.mine = None
-        return rows_of_all(ranks, outputs, batches.rows())
+        return rows_of_all(ranks, outputs, batches)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss once all ranks are in the same step, because losses exchange tensors between ranks."""
