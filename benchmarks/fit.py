@@ -53,13 +53,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="width of the layers")
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
-    width, rounds = (16, 2) if arguments.quick else (arguments.width, arguments.rounds)
+    width, rounds, steps = (16, 1, 2) if arguments.quick else (arguments.width, arguments.rounds, arguments.steps)
     number, backend = arguments.replicas, keras.config.backend()
     runs, reports = {}, []
     with ks.data_parallel(number, prepare=False):
         random = np.random.default_rng(0)
-        x = random.normal(size=(arguments.steps * ROWS, width)).astype("float32")
-        y = random.normal(size=(arguments.steps * ROWS, width)).astype("float32")
+        x = random.normal(size=(steps * ROWS, width)).astype("float32")
+        y = random.normal(size=(steps * ROWS, width)).astype("float32")
         for name, optimizer in optimizers(number).items():
             model = make_model(width)
             model.compile(optimizer, "mse")
@@ -76,7 +76,7 @@ def main() -> None:
         f"KERAS_BACKEND={backend} python benchmarks/fit.py --replicas {number}"
         + (f" --width {width}" if width != 512 else "")
         + " --cpu" * arguments.cpu,
-        "\n\n".join([timing.table(seconds, ["Adam"], arguments.steps), *(f"```\n{text}\n```" for text in reports)]),
+        "\n\n".join([timing.table(seconds, ["Adam"], steps), *(f"```\n{text}\n```" for text in reports)]),
         {"Keras": keras.__version__, backend: module.__version__},
         arguments.write,
     )

@@ -79,7 +79,7 @@ def run(machines: int, options: Sequence[str]) -> list[float]:
         return found
 
 
-def measure(steps: int, units: int, result: pathlib.Path) -> None:
+def measure(steps: int, units: int, blocks: int, result: pathlib.Path) -> None:
     """Trains in one process of a job, and writes the seconds per step."""
     import keras
     import numpy as np
@@ -92,7 +92,7 @@ def measure(steps: int, units: int, result: pathlib.Path) -> None:
         model.compile(ks.CrossShard(keras.optimizers.SGD(1e-3, momentum=0.9)), "mse")
     x = np.random.default_rng(0).normal(size=(64 * steps, units)).astype("float32")
     seconds = []
-    for _ in range(BLOCKS):
+    for _ in range(blocks):
         begin = time.perf_counter()
         model.fit(x, x, batch_size=64, shuffle=False, verbose=0)
         seconds.append((time.perf_counter() - begin) / steps)
@@ -106,9 +106,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps per block")
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    steps, units = (2, 8) if given.quick else (given.steps, 512)
+    steps, units, blocks = (2, 8, 2) if given.quick else (given.steps, 512, BLOCKS)
     if given.result is not None:
-        measure(steps, units, given.result)
+        measure(steps, units, blocks, given.result)
         return
     options = ["--quick"] if given.quick else ["--steps", str(steps)]
     one, two = "one machine", "two machines"

@@ -59,12 +59,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of modes to measure besides the plain one")
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     arguments = parser.parse_args()
-    width, num_layers, rounds = (16, 1, 2) if arguments.quick else (512, 5, arguments.rounds)
+    width, num_layers, rounds = (16, 1, 1) if arguments.quick else (512, 5, arguments.rounds)
+    steps = 2 if arguments.quick else arguments.steps
     backend = keras.config.backend()
     runs, left_out = {}, []
     with ks.data_parallel(None if backend == "torch" else arguments.replicas) as replicas:
         random = np.random.default_rng(0)
-        x, y = (random.normal(size=(arguments.steps * ROWS, width)).astype("float32") for _ in range(2))
+        x, y = (random.normal(size=(steps * ROWS, width)).astype("float32") for _ in range(2))
 
         def add(name: str, optimizer: keras.optimizers.Optimizer, callbacks: tuple = ()) -> None:
             model = make_model(width, num_layers)
@@ -93,7 +94,7 @@ def main() -> None:
         timing.report(
             f"A step of fit in each mode on {number} replica{'s' if number > 1 else ''} of {backend}",
             f"KERAS_BACKEND={backend} {start} benchmarks/modes.py{size}{' --cpu' if arguments.cpu else ''}",
-            "\n\n".join([timing.table(seconds, [PLAIN], arguments.steps), *left_out]),
+            "\n\n".join([timing.table(seconds, [PLAIN], steps), *left_out]),
             {"Keras": keras.__version__, backend: importlib.import_module(backend).__version__},
             arguments.write,
         )

@@ -15,9 +15,16 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("jax")
 
-# With several parts on each device, and with one. On four, each model once.
-ON_FOUR = [case for case in same_bits.CASES if case.endswith("-SGD-plain")]
-CASES = [(number, case) for number in (2, 8) for case in same_bits.CASES] + [(4, case) for case in ON_FOUR]
+# Several parts on each device (2), or one (8): each model (but `paired`) and each option with both, mostly
+# in different pairs.
+ON_FOUR = ["normalizing-SGD-plain", "attending-SGD-plain", "recurrent-SGD-plain"]
+ON_TWO = ["masked-Adam-plain", "normalizing-Adam-divided", "normalizing-SGD-clipped", "recurrent-SGD-weighted"]
+ON_EIGHT = ["recurrent-Adam-plain", "masked-SGD-plain", "normalizing-Adam-plain", "paired-SGD-weighted"]
+ON_EIGHT += ["normalizing-SGD-divided", "masked-SGD-clipped"]
+ONCE = [*ON_FOUR, *ON_TWO, *ON_EIGHT]
+ON_BOTH = [case for case in same_bits.CASES if case not in ONCE]
+CASES = [(number, case) for number, cases in ((2, ON_TWO), (8, ON_EIGHT)) for case in [*cases, *ON_BOTH]]
+CASES += [(4, case) for case in ON_FOUR]
 BY_DEFAULT = [(2, "attending-Adam-plain"), (8, "attending-Adam-plain")]
 
 
