@@ -23,12 +23,18 @@ USUAL = [
 ]
 
 
+# One program reduces for all devices there: each option with one codec at least, and all of them together.
+TWICE = ["int8 in windows", "int8 that skips", "int8 with divided state"] if BACKEND == "tensorflow" else []
+CASES = [name for name in compressing.CASES if name not in TWICE]
+RESTARTS = [name for name in compressing.RESTARTS if not (BACKEND == "tensorflow" and name == "int4")]
+
+
 def with_it(name, usual, every):
     """Which cases run in one spawn, where replicas are processes: the usual ones, or the others."""
     return [each for each in every if (each in usual) == (name in usual)]
 
 
-@pytest.mark.parametrize("name", some(compressing.CASES, USUAL if BACKEND != "tensorflow" else ["int8"]))
+@pytest.mark.parametrize("name", some(CASES, USUAL if BACKEND != "tensorflow" else ["int8"]))
 def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
     """Over 40 updates, in windows, around skipped updates, with uneven rows and divided state; bits are equal."""
     found = world.run(compressing.trained, 4, name, with_it(name, USUAL, compressing.CASES))
@@ -88,7 +94,7 @@ def test_with_divided_state_matrices_of_low_rank_are_the_same(world):
     assert problem.relative_difference(divided, whole) <= problem.TOLERANCE
 
 
-@pytest.mark.parametrize("name", some(compressing.RESTARTS, ["int4"]))
+@pytest.mark.parametrize("name", some(RESTARTS, ["int4"]) if BACKEND != "tensorflow" else RESTARTS)
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_after_a_restart_nothing_is_lost(world, name):
     straight, again = world.run(compressing.restarted, 2, name, with_it(name, ["int4"], compressing.RESTARTS))

@@ -168,7 +168,11 @@ DEFAULTS = {factor: levels[0] for factor, levels in LEVELS.items()}
 
 def told(row):
     """What of a row is not the default."""
-    return ", ".join(f"{factor}={level}" for factor, level in row.items() if level != DEFAULTS[factor])
+    return ", ".join(f"{factor}={level}" for factor, level in not_default(row))
+
+
+def not_default(row):
+    return [(factor, level) for factor, level in row.items() if level != DEFAULTS[factor]]
 
 
 def rows(**limits):
