@@ -128,7 +128,9 @@ class MixedPrecision(ScaledUpdate):
         if self.built:
             return
         variables = list(variables)
-        self._masters = {self._var_key(v): (v, self._new_master(v)) for v in variables if dtype_of(v) in _LOW}
+        self._masters = {self._var_key(v): (v, _new_master(v)) for v in variables if dtype_of(v) in _LOW}
+        for _, master in self._masters.values():
+            self._track_variable(master)
         if self._excluded is not None:
             var_list, var_names = self._excluded
             masters = None if var_list is None else self._variables_inside(var_list)
@@ -140,24 +142,6 @@ class MixedPrecision(ScaledUpdate):
         for variable, _ in self._masters.values():
             if variable.regularizer is not None:
                 variable.regularizer = _OnMaster(variable.regularizer, self)
-
-    def _new_master(self, variable: Variable) -> Variable:
-        # Use an initializer: if TensorFlow builds while it traces a step, an assignment would run in every step.
-        def initializer(shape: Any, dtype: Any = None) -> Tensor:
-            return ops.cast(variable, "float32")
-
-        master = named_like(
-            variable,
-            initializer=initializer,
-            shape=variable.shape,
-            dtype="float32",
-            trainable=False,
-            autocast=False,
-            layout=getattr(variable, "_layout", None),
-        )
-        master.constraint = variable.constraint
-        self._track_variable(master)
-        return master
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """Returns the master weight of each variable, or the variable itself if it has no master weight."""
@@ -310,6 +294,24 @@ class _OnMaster(keras.regularizers.Regularizer):
         """Returns the config of the wrapped regularizer."""
         config: dict[str, Any] = self.regularizer.get_config()
         return config
+
+
+def _new_master(variable: Variable) -> Variable:
+    # Use an initializer: if TensorFlow builds while it traces a step, an assignment would run in every step.
+    def initializer(shape: Any, dtype: Any = None) -> Tensor:
+        return ops.cast(variable, "float32")
+
+    master = named_like(
+        variable,
+        initializer=initializer,
+        shape=variable.shape,
+        dtype="float32",
+        trainable=False,
+        autocast=False,
+        layout=getattr(variable, "_layout", None),
+    )
+    master.constraint = variable.constraint
+    return master
 
 
 def _rounded(master: Tensor, dtype: str) -> Tensor:

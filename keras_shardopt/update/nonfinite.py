@@ -248,6 +248,18 @@ def move_and_check(
     return moved.grads, found_inf_from_flags(all_flags, position, num_variables, world.num_replicas)
 
 
+def move_unchecked(
+    reduction: Reduction, move: Callable[[Reduction], Moved], members: Communicator, all_decide: bool
+) -> list[Tensor | None]:
+    """Reduce gradients without a check. With `all_decide`, an error also makes `largest_of_all` of all groups raise."""
+    try:
+        return move(reduction).grads
+    except ValueError:
+        if members.world is not members and all_decide and not members.is_spmd:
+            fail_among_all(members.world)
+        raise
+
+
 def found_inf_without_flags(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
     """Return (is nonfinite, replica, index) from the index (from 1) of a nonfinite reduced, or local, gradient."""
     first = position if found is None else ops.where(found > 0, found, position)

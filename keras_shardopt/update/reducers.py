@@ -19,10 +19,10 @@ from keras_shardopt.numerics import ALL_FINITE, Gradients, Tensor, Variable, ove
 from keras_shardopt.update import exchange
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import (
-    fail_among_all,
     first_not_finite,
     found_inf_without_flags,
     move_and_check,
+    move_unchecked,
     num_flags,
 )
 from keras_shardopt.update.options import CrossShardOptions
@@ -102,7 +102,14 @@ class AllReduce:
         rows = zip(reduction.places, step.axes or (), reduction.grads)
         axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
         transfer = AlongAxes(transfer, axes) if axes else transfer
-        grads, found_inf = self._moved(reduction, transfer, members)
+
+        def move(reduction: Reduction) -> exchange.Moved:
+            return self._move(reduction, transfer, members)
+
+        if self._checks_finite:
+            grads, found_inf = move_and_check(reduction, move, members)
+        else:
+            grads, found_inf = move_unchecked(reduction, move, members, self._decides_with_all), None
         step = step.replace(grads=reduction.unpack(grads, step.variables), found_inf=found_inf)
         return self._arrived(transfer.left(step, self._decides_with_all))
 
@@ -138,19 +145,6 @@ class AllReduce:
             return step
         position = first_not_finite(step.grads, step.variables, self._context.positions(step.variables))
         return step.replace(found_inf=found_inf_without_flags(position, step.found_inf, members.num_replicas))
-
-    def _moved(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> tuple[Any, Tensor | None]:
-        def move(reduction: Reduction) -> exchange.Moved:
-            return self._move(reduction, transfer, members)
-
-        if self._checks_finite:
-            return move_and_check(reduction, move, members)
-        try:
-            return move(reduction).grads, None
-        except ValueError:
-            if members.world is not members and self._decides_with_all and not members.is_spmd:
-                fail_among_all(members.world)
-            raise
 
     def _move(self, reduction: Reduction, transfer: Transfer, members: Communicator) -> exchange.Moved:
         moved = exchange.move(reduction, transfer, members)

@@ -11,7 +11,7 @@ import enum
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -140,16 +140,14 @@ class SharedBatches:
         self.phase, self._is_whole = phase, is_whole
         if self._unreported.take_promised():
             return
-        reads = promised = 0
+        reads, promised = False, 0
         if phase is not Phase.PREDICT_BATCH:
             logs, trains = self._session.logs, phase is Phase.TRAIN_BATCH
-            reads = int(logs.are_read(trains))
+            reads = logs.are_read(trains)
             if num:
                 promised = self._unreported.num_to_promise(num_equal, logs.seconds_without_readers(trains))
-        # Bit 0: this rank reads logs. Bit 1: it has a batch that it can repeat. Bits 2 to 6: the number of next batches
-        # without communication. Higher bits: the checksum of the batches since ranks last communicated.
-        flags = reads + 2 * (phase in self._last_batches) + 4 * promised + 4 * _MOST_PROMISED * self._unreported.mark
-        self._pending = announce_async(phase.value, num, flags)
+        mine = _Message(num, reads, phase in self._last_batches, promised, self._unreported.mark)
+        self._pending = announce_async(phase.value, *mine.packed())
         add_promised_steps(1)
         if not num or not self._can_wait(phase):
             self.confirm()
@@ -173,16 +171,15 @@ class SharedBatches:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        messages = pending()
+        messages = [_Message.unpacked(num, flags) for num, flags in pending()]
         first = self._step + 1 - self._unreported.num_batches
-        self._unreported.reported(min(flags // 4 % _MOST_PROMISED for _, flags in messages))
-        self.shares_logs = any(flags % 2 for _, flags in messages)
+        self._unreported.reported(min(each.num_promised for each in messages))
+        self.shares_logs = any(each.reads_logs for each in messages)
         if self._is_whole:
-            marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in messages]
-            check_batches(marks, self._step, first)
+            check_batches([(each.num_rows, each.mark) for each in messages], self._step, first)
             return
-        self._rows = rows = [num for num, _ in messages]
-        if any(rows) and not all(flags // 2 % 2 for _, flags in messages):
+        self._rows = rows = [each.num_rows for each in messages]
+        if any(rows) and not all(each.can_repeat for each in messages):
             # A rank that has never had a row receives a batch of another rank, because its model needs an input.
             batch = self._broadcast_batch(self._last_batches.get(self.phase), rows)
             self._last_batches.setdefault(self.phase, batch)
@@ -237,6 +234,29 @@ class SharedBatches:
 
 _MOST_PROMISED = 32
 """The number of values that fit in the 5 bits of a promise. A rank promises at most one batch less."""
+
+
+class _Message(NamedTuple):
+    """The message of a rank about its next batch. Ranks send it as two ints."""
+
+    num_rows: int
+    reads_logs: bool
+    can_repeat: bool
+    """Whether the rank has had a batch in this phase, to run it again in place of a batch without rows."""
+    num_promised: int
+    """The number of batches after this one that need no communication."""
+    mark: int
+    """The checksum of the batches since ranks last communicated."""
+
+    def packed(self) -> tuple[int, int]:
+        flags = self.reads_logs + 2 * self.can_repeat + 4 * self.num_promised
+        return self.num_rows, flags + 4 * _MOST_PROMISED * self.mark
+
+    @classmethod
+    def unpacked(cls, num_rows: int, flags: int) -> _Message:
+        mark, flags = divmod(flags, 4 * _MOST_PROMISED)
+        return cls(num_rows, bool(flags % 2), bool(flags // 2 % 2), flags // 4, mark)
+
 
 _NOTHING_YET = -1
 """The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
