@@ -104,13 +104,13 @@ def main() -> None:
     arguments = parser.parse_args()
     global now
     now = time.process_time if arguments.cpu_time else time.perf_counter
-    width, num_steps, num_rounds = (64, 100, 1) if arguments.quick else (512, 200, arguments.rounds)
+    width, num_steps, num_rounds = (64, 2, 1) if arguments.quick else (512, 200, arguments.rounds)
     num_calls = num_rounds if arguments.quick else 5 * num_rounds
     kinds: Kinds = {"off": False, "default": None, "norms of all": EVERYTHING, "off again": False}
     parts = []
     for name, found in (
         ("fit", rounds_of_fit(width, num_rounds, num_steps, kinds)),
-        ("optimize_loss", rounds_of_steps(width, num_calls, EVERY, kinds)),
+        ("optimize_loss", rounds_of_steps(width, num_calls, min(num_steps, EVERY), kinds)),
     ):
         parts.append(f"Steps of `{name}`:\n\n{timing.table(found, ['off'])}")
     backend = keras.config.backend()
