@@ -6,6 +6,7 @@ encoded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -102,10 +103,7 @@ class AllReduce:
         rows = zip(reduction.places, step.axes or (), reduction.grads)
         axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
         transfer = AlongAxes(transfer, axes) if axes else transfer
-
-        def move(reduction: Reduction) -> exchange.Moved:
-            return self._move(reduction, transfer, members)
-
+        move = functools.partial(self._move, transfer=transfer, members=members)
         if self._checks_finite:
             grads, found_inf = move_and_check(reduction, move, members)
         else:

@@ -23,7 +23,7 @@ USUAL = [
 ]
 
 
-# One program reduces for all devices there: each option with one codec at least, and all of them together.
+# On TensorFlow one program reduces for all devices: each option runs with at least one codec, and all run together.
 TWICE = ["int8 in windows", "int8 that skips", "int8 with divided state"] if BACKEND == "tensorflow" else []
 CASES = [name for name in compressing.CASES if name not in TWICE]
 RESTARTS = [name for name in compressing.RESTARTS if not (BACKEND == "tensorflow" and name == "int4")]
@@ -94,7 +94,7 @@ def test_with_divided_state_matrices_of_low_rank_are_the_same(world):
     assert problem.relative_difference(divided, whole) <= problem.TOLERANCE
 
 
-@pytest.mark.parametrize("name", some(RESTARTS, ["int4"]) if BACKEND != "tensorflow" else RESTARTS)
+@pytest.mark.parametrize("name", some(RESTARTS, RESTARTS[:1]))
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_after_a_restart_nothing_is_lost(world, name):
     straight, again = world.run(compressing.restarted, 2, name, with_it(name, ["int4"], compressing.RESTARTS))

@@ -113,7 +113,7 @@ CASES = [(m, layout, "uneven", "momentum", "plain") for m in MESHES for layout i
 CASES += [(MESHES[i % 3], layout, "even", "momentum", "plain") for i, layout in enumerate(LAYOUTS)]
 CASES += [("1x4", "columns", "uneven", "momentum", "plain")]
 PLACES = [("4x2, model first", "columns", "uneven"), ("4x2", "mixed", "even"), ("2x4", "rows", "uneven")]
-CASES += [  # each two of an optimizer, arguments and a place
+CASES += [  # each two of an optimizer, arguments and a place; those of BY_DEFAULT are among them
     (*PLACES[(i + 2 * a + 1) % 3], inner, arguments)
     for i, inner in enumerate(INNER)
     for a, arguments in enumerate(ARGUMENTS)

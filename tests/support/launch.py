@@ -318,9 +318,9 @@ def _be_worker(command, environment, output):
     os.environ.clear()
     os.environ.update(environment)
     if "jax" in sys.modules:  # which has read those of the server
-        settings = {name.lower(): value for name, value in environment.items() if name.startswith("JAX_CPU_")}
-        for name, value in settings.items():
-            sys.modules["jax"].config.update(name, value)
+        for name, value in environment.items():
+            if name.startswith("JAX_CPU_") or name == "JAX_COMPILATION_CACHE_DIR":
+                sys.modules["jax"].config.update(name.lower(), value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself
     gc.freeze()  # what was imported is there to stay, and need not be looked through

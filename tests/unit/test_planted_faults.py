@@ -1667,11 +1667,10 @@ FAULTS = [
         "promises/test_memory_report.py::test_one_replica_needs_no_buffers",
     ),
 ]
-# Of the run that the program is a part of. The default run has its own way to compile.
-OF_THIS_RUN = (
-    *("REPORTS", "XLA_FLAGS", "PYTEST_ADDOPTS"),
-    *("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST"),
-)
+# What the tests with a planted fault do not take from the run that they are a part of. Without XLA_FLAGS, they compile
+# as the default run does.
+OF_THIS_RUN = ["REPORTS", "XLA_FLAGS", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST"]
+OF_THIS_RUN += ["PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"]
 HERE = [each for each in FAULTS if each.backend == BACKEND]
 TESTS = list(dict.fromkeys(test for each in HERE for test in each.tests))
 
@@ -1679,12 +1678,11 @@ TESTS = list(dict.fromkeys(test for each in HERE for test in each.tests))
 def run(folder, tests):
     """What came of these tests with the copy of the package in `folder`."""
     file = folder / "outcome.json"
-    environment = launch.variables(BACKEND, OMP_NUM_THREADS="1")
+    compiled = {"JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"]}
+    environment = launch.variables(BACKEND, OMP_NUM_THREADS="1", **compiled)
     for name in OF_THIS_RUN:
         environment.pop(name, None)
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
-    if BACKEND == "jax":
-        environment["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAX_COMPILATION_CACHE_DIR"]
     start = launch.fork_with(BACKEND) if BACKEND != "tensorflow" else None
     launch.workers(__file__, [environment], folder, file, *tests, timeout=300, start=start)
     return json.loads(file.read_text())
@@ -1730,8 +1728,6 @@ def test_a_planted_fault_is_seen(tmp_path, planted):
 
 def main():
     folder, file, *tests = sys.argv[1:]
-    if BACKEND == "jax":  # which was imported without
-        sys.modules["jax"].config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
     os.chdir(ROOT)

@@ -235,6 +235,9 @@ class SharedBatches:
 _MOST_PROMISED = 32
 """The number of values that fit in the 5 bits of a promise. A rank promises at most one batch less."""
 
+_NOTHING_YET = -1
+"""The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
+
 
 class _Message(NamedTuple):
     """The message of a rank about its next batch. Ranks send it as two ints."""
@@ -256,10 +259,6 @@ class _Message(NamedTuple):
     def unpacked(cls, num_rows: int, flags: int) -> _Message:
         mark, flags = divmod(flags, 4 * _MOST_PROMISED)
         return cls(num_rows, bool(flags % 2), bool(flags // 2 % 2), flags // 4, mark)
-
-
-_NOTHING_YET = -1
-"""The number of batches without communication when an epoch begins; negative, so ranks compare the first batches."""
 
 
 class _Unreported:
