@@ -92,7 +92,7 @@ class Accumulation(Stage):
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
-        if self.window.ends_next and self._context.has_finished:
+        if self.window.ends_next and self._context.pipeline.reducer.has_finished:
             # The last backward pass has already reduced the mean gradients of all micro-batches, so do not add them.
             self.window.count()
             proceed(step.replace(weight=1.0, row_share=1.0))
@@ -105,7 +105,7 @@ class Accumulation(Stage):
         sums = self.sums.add(step.grads, positions, step.row_share)
 
         if stacked is None:
-            self._context.micro_batch(step, self.window.starts)
+            self._context.pipeline.micro_batch(step, self.window.starts)
 
         def end(sums: Sequence[Tensor]) -> None:
             means, variables, share = self.sums.means(sums)
@@ -118,7 +118,7 @@ class Accumulation(Stage):
     def own(self, step: Step) -> Step:
         """Multiply this replica's gradients by `Step.weight`, or by 0 without rows. Do not change reduced gradients."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
-            state = self._context.arrives(step)
+            state = self._context.state_finder.find(step, self._context.communicator())
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # already reduced over replicas
                 self._arrived_state = state
                 return step

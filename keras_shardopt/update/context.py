@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Optimizer, Variable
-from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import descendants
 
 
@@ -64,11 +63,6 @@ class StageContext:
         return [int(self._optimizer._position(variable)) for variable in variables]
 
     @property
-    def updates(self) -> Any:
-        """The variable that counts updates."""
-        return self._optimizer.iterations
-
-    @property
     def counter(self) -> Any:
         """The variable that counts updates, or micro-batches if an inner optimizer accumulates gradients."""
         return self._optimizer._iterations
@@ -87,21 +81,15 @@ class StageContext:
         """All variables that an update reads or assigns, except the sums of an accumulation window."""
         return list(self._optimizer._written())
 
-    def arrives(self, step: Step) -> GradientState:
-        """Return how the gradients of a step arrive, for example not reduced yet, or already reduced over replicas."""
-        state: GradientState = self._optimizer.state_finder.find(step, self.communicator())
-        return state
+    @property
+    def state_finder(self) -> Any:
+        """The `GradientStateFinder`, which finds how gradients arrive: not reduced yet, or summed, for example."""
+        return self._optimizer.state_finder
 
     @property
-    def may_be_local(self) -> bool:
-        """Whether gradients can arrive unreduced, as each replica has computed them."""
-        return bool(self._optimizer.state_finder.may_be_local)
-
-    @property
-    def declared_state(self) -> GradientState | None:
-        """How gradients arrive (reduced or not), as set by the argument `gradients` or a trainer; None to detect it."""
-        state: GradientState | None = self._optimizer.state_finder.declared_state
-        return state
+    def pipeline(self) -> Any:
+        """The `Pipeline`, which runs the stages and the reduction."""
+        return self._optimizer.pipeline
 
     @property
     def lays_out_state(self) -> bool:
@@ -128,12 +116,3 @@ class StageContext:
     def decides_with_all(self) -> bool:
         """Whether a wrapped optimizer skips an update in all groups if a gradient of one group is not finite."""
         return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether the last backward pass has already reduced the gradients over replicas."""
-        return bool(self._optimizer.pipeline.reducer.has_finished)
-
-    def micro_batch(self, step: Step, starts: Any) -> None:
-        """Pass a micro-batch's gradients to stages that need them. `starts` is true for the first of an update."""
-        self._optimizer.pipeline.micro_batch(step, starts)

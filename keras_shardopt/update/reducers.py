@@ -124,7 +124,7 @@ class AllReduce:
 
     @property
     def _leaves_slices(self) -> bool:
-        is_local = self._context.declared_state not in (GradientState.GLOBAL, GradientState.SUMMED)
+        is_local = self._context.state_finder.declared_state not in (GradientState.GLOBAL, GradientState.SUMMED)
         return self._context.lays_out_state and is_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
@@ -260,7 +260,7 @@ class Overlapped:
     def buckets_among(self, comm: Communicator) -> Any:
         """Return the buckets in which the replicas of `comm` send gradients early; None if they send all at the end."""
         if self._among is not comm:
-            if self._context.started is not comm or not self._context.may_be_local:
+            if self._context.started is not comm or not self._context.state_finder.may_be_local:
                 return None
             self.buckets, self._among = None, comm
             variables = self._context.trainable

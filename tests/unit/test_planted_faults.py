@@ -707,7 +707,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/equal_start.py",
-        "if differing and step.stopped_alike():",
+        "if differing and _stopped_alike(step):",
         "if False:",
         f"{ROUNDS}::test_training_is_the_same_bit_for_bit_whoever_looks_at_it[interrupted]",
     ),

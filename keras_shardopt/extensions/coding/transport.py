@@ -203,7 +203,7 @@ class Coded(Transfer):
         return mine, self._kept.factors_at(places)
 
     def _update(self) -> Tensor:
-        return ops.convert_to_tensor(self._context.updates)
+        return ops.convert_to_tensor(self._context.optimizer.iterations)
 
     def _collect(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
         """Return the sums of a reduction. Store the compression errors, and whether the sums are finite."""

@@ -37,7 +37,7 @@ def start_equal(model: Any, cross_shards: Sequence[Any], ranks: TorchProcessGrou
     trained = list({id(v): v for v in [*built, *model.trainable_variables]}.values())
     others = model_and_seed_state([v.value for v in trained])
     differing = _differing([*trained, *shared], others)
-    if differing and step.stopped_alike():  # an earlier `fit` failed before it averaged values, so average now
+    if differing and _stopped_alike(step):  # an earlier `fit` failed before it averaged values, so average now
         step.before_reading()
         step.settle()
         differing = _differing([*trained, *shared], others)
@@ -52,6 +52,13 @@ def start_equal(model: Any, cross_shards: Sequence[Any], ranks: TorchProcessGrou
         # Skip the comparison that a `CrossShard` makes in its first update. That comparison would come after the
         # first forward pass, and would replace each rank's moving statistics by rank 0's.
         cross_shard.peers.started = ranks
+
+
+def _stopped_alike(step: TrainStep) -> bool:
+    """Whether all ranks have made the same updates and have state to average. All ranks must call this together."""
+    found = step.progress()
+    everyones = gather_objects(found, "compares how far ranks are")
+    return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def _differing(variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from keras_shardopt.backends.models import has_own_statistics, set_replica_statistics
-from keras_shardopt.backends.torch.process_group import gather_objects
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.calls import num_rows
@@ -106,12 +105,6 @@ class TrainStep:
         """Return the update count of each `CrossShard`, and whether this rank's state may differ from other ranks'."""
         has_own = has_own_statistics(self._session.model)
         return [(int(cross_shard.iterations), has_own) for cross_shard in self._session.cross_shards]
-
-    def stopped_alike(self) -> bool:
-        """Whether all ranks have made the same updates and have state to average. All ranks must call this together."""
-        found = self.progress()
-        everyones = gather_objects(found, "compares how far ranks are")
-        return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def _counted_metrics(model: Any) -> list[Any]:
