@@ -62,14 +62,7 @@ def _sums(
     make_flags = reduction.nonfinite_flags
     nonfinite_flags = None if make_flags is None or not plain else make_flags(dtype_of(variables[0]))
     if members.is_spmd:
-        present = [k for k, grad in enumerate(grads) if grad is not None]
-        result: list[Tensor | None] = [None] * len(grads)
-        sent = [_shaped(grads[k], variables[k]) for k in present]
-        positions = [reduction.places[plain[k]] for k in present]
-        sums, nonfinite_flags = transfer.all_reduce(positions, sent, nonfinite_flags, reduction.op)
-        for k, total in zip(present, sums):
-            result[k] = total
-        return result, nonfinite_flags
+        return _sums_in_one_program(reduction, plain, transfer, nonfinite_flags)
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], None
@@ -98,6 +91,17 @@ def _sums(
             ranks.failures.report(str(error), members.members[0])
         raise
     return [total if has else None for total, has in zip(sums, received_flags.present)], nonfinite_flags
+
+
+def _sums_in_one_program(
+    reduction: Reduction, plain: Sequence[int], transfer: Transfer, nonfinite_flags: Tensor | None
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Do what `_sums` does if one program runs all replicas: they need no check that they send the same gradients."""
+    sent = {i: _shaped(grad, reduction.variables[i]) for i in plain if (grad := reduction.grads[i]) is not None}
+    places = [reduction.places[i] for i in sent]
+    sums, nonfinite_flags = transfer.all_reduce(places, list(sent.values()), nonfinite_flags, reduction.op)
+    found = dict(zip(sent, sums))
+    return [found.get(i) for i in plain], nonfinite_flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:

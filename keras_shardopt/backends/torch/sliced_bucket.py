@@ -76,8 +76,7 @@ class SlicedBucket(Bucket):
         self.places = list(places)
         self._num_ranks = len(pieces)
         self._checks_finite = checks_finite
-        sizes = [sum(stop - start for _, start, stop in mine) for mine in pieces]
-        chunk = max(sizes)
+        chunk = max(sum(stop - start for _, start, stop in mine) for mine in pieces)
         sent = getattr(torch, dtype_sent(dtype_of(like), compression))
         self.flags = torch.zeros(num_flags, dtype=sent, device=like.device)
         self._own = torch.zeros(chunk + num_flags, dtype=sent, device=like.device)
@@ -87,18 +86,9 @@ class SlicedBucket(Bucket):
         # For a mean, divide the sums, because this rank's slices have fewer elements than the gradients. In half
         # precision, divide the gradients before sending, because sums could overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
-        # For each gradient, its parts: (offset in the memory that is sent, start and end in the flattened gradient).
-        self._targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
-        self._unused: list[tuple[int, int]] = []
-        own: dict[int, Tensor] = {}
-        for r, mine in enumerate(pieces):
-            start = at = r * (chunk + num_flags)
-            for i, first, last in mine:
-                self._targets[i].append((at, first, last))
-                if r == rank:
-                    own[i] = self.wide[at - start : at - start + last - first]
-                at += last - first
-            self._unused.append((at, start + chunk))
+        self._targets, self._unused = _layout(pieces, places, chunk, num_flags)
+        lengths = [stop - start for _, start, stop in pieces[rank]]
+        own = dict(zip([i for i, *_ in pieces[rank]], self.wide[: sum(lengths)].split(lengths)))
         self.results = {i: own.get(i, self.wide[:0]).view(shapes[i]) for i in places}
         """This rank's slice of each gradient, after the reduction."""
         self._flat: Tensor | None = None
@@ -195,6 +185,24 @@ class SlicedBucket(Bucket):
     def local_nonfinite(self) -> list[int]:
         """Return the positions of this rank's non-finite gradients, which were freed after sending."""
         return [i for i, extremes in self._extremes.items() if not bool(extremes.isfinite().all())]
+
+
+def _layout(
+    pieces: Pieces, places: Sequence[int], chunk: int, num_flags: int
+) -> tuple[dict[int, list[tuple[int, int, int]]], list[tuple[int, int]]]:
+    """Return where the parts of each gradient lie in the memory that is sent, and the ends of chunks without a part.
+
+    A part of a gradient is (offset in the memory, start and end in the flattened gradient).
+    """
+    targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
+    unused = []
+    for rank, mine in enumerate(pieces):
+        start = at = rank * (chunk + num_flags)
+        for i, first, last in mine:
+            targets[i].append((at, first, last))
+            at += last - first
+        unused.append((at, start + chunk))
+    return targets, unused
 
 
 def _sum_rows(rows: Tensor, total: Tensor) -> None:

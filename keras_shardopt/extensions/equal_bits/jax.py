@@ -205,11 +205,8 @@ class _Loop:
             found = None if part.found is None else first_found(found_before, part.found)
             return _Results(levels, found, part.last, outputs)
 
-        shapes = jax.eval_shape(
-            lambda index, own: of_part(index, rows, own),
-            jax.numpy.int32(0),
-            jax.tree.map(lambda leaf: leaf[:rows], data),
-        )
+        first_rows = jax.tree.map(lambda leaf: leaf[:rows], data)
+        shapes = jax.eval_shape(lambda index, own: of_part(index, rows, own), jax.numpy.int32(0), first_rows)
         number = (parts.all_rows, parts.num_parts)
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
