@@ -32,6 +32,11 @@ class GradientState(enum.Enum):
     GLOBAL = "global"
     """Every replica already holds the mean of all replicas' gradients."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the gradients are not reduced yet."""
+        return self in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
+
 
 class Evidence(NamedTuple):
     """How reliable a detected `GradientState` is, and warnings about possible mistakes in the user's training step."""

@@ -73,8 +73,8 @@ class CrossShard(
             processes must then save together. See [sharded state](../sharded_state.md).
         compression: None (default), "float16", "bfloat16", "int8", "int4", "powersgd" or an object of
             `keras_shardopt.compression`. See [fewer bytes](../compression.md).
-        extensions: a list with at most one `LocalSGD` (see [local SGD](../local_sgd.md)) and at most one
-            `VirtualReplicas` (see [reproducible results](../randomness.md)).
+        extensions: a list with at most one `LocalSGD` (see [local SGD](../local_sgd.md)), `VirtualReplicas` (see
+            [reproducible results](../randomness.md)) and `ShardedWeights` (see [sharded state](../sharded_state.md)).
         torch: a `TorchSpeed` or None (default). Settings for PyTorch; see [speed](../torch_speed.md).
         stages: a list of `keras_shardopt.Stage` objects; gradients pass through them in this order. See
             [custom stages](../stages.md).

@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import GlobalView, GradientState
+from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.numerics import (
     Gradients,
     Tensor,
@@ -185,11 +185,7 @@ class ScaledUpdate(OptimizerWrapper):
         # the user has set `gradients`, all replicas exchange results, because this argument may be wrong or differ.
         is_set = any(reducer.state_finder.declared_state is not None for reducer in reducers)
         may_differ = is_set and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
-        if (
-            may_differ
-            or not replicas.is_spmd
-            or replicas.gradient_state(grads, variables) in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
-        ):
+        if may_differ or not replicas.is_spmd or replicas.gradient_state(grads, variables).is_local:
             return largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 

@@ -119,7 +119,7 @@ class Accumulation(Stage):
         """Multiply this replica's gradients by `Step.weight`, or by 0 without rows. Do not change reduced gradients."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.state_finder.find(step, self._context.communicator())
-            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # already reduced over replicas
+            if not state.is_local:  # already reduced over replicas
                 self._arrived_state = state
                 return step
         return zero_without_rows(step)
@@ -127,7 +127,7 @@ class Accumulation(Stage):
     def local(self, step: Step, comm: Communicator) -> Step:
         """Warn, once, of gradients that arrive reduced, because each micro-batch then communicates."""
         state = step.gradient_state
-        if comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED) and not self._has_warned:
+        if comm.num_replicas > 1 and state is not None and not state.is_local and not self._has_warned:
             self._has_warned = True
             optimizer = self._context.optimizer
             warn(

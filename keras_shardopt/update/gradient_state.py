@@ -73,7 +73,7 @@ class GradientStateFinder:
         """
         check_groups(self._options.group_assignment, comm)
         state = step.gradient_state or self.find(step, comm)
-        if self.needing and comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED):
+        if self.needing and comm.num_replicas > 1 and not state.is_local:
             self._raise_reduced(state, comm.num_replicas)
         return step.replace(gradient_state=state)
 

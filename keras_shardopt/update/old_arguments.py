@@ -37,7 +37,11 @@ def with_objects(
         return found  # not a list, so `CrossShardOptions` will raise an error
     for kind in KINDS:
         given = {name: old[name] for name in kind.old_arguments if name in old}
-        given = {name: value for name, value in given.items() if _differs(value, kind.old_arguments[name])}
+        defaults = [name for name, value in given.items() if not _differs(value, kind.old_arguments[name])]
+        given = {name: value for name, value in given.items() if name not in defaults}
+        if warns and defaults:
+            names = " and ".join(f"`{name}={old[name]!r}`" for name in defaults)
+            warn(f"{names} of `CrossShard` will be removed in the next release. Omit defaults.", DeprecationWarning)
         if not given:
             continue
         names = " and ".join(f"`{name}`" for name in given)

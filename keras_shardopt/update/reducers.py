@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import ALL_FINITE, Gradients, Tensor, Variable, overwrites_variable
 from keras_shardopt.update import exchange
@@ -34,10 +34,10 @@ from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.transport import Transfer, Transport, transport_of
 
 # PyTorch only: reduces gradients during the backward pass.
-_overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
+_overlap: Any = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 # PyTorch only: predicts the memory of the buckets in which gradients are sent.
-_bytes = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
+_bytes: Any = for_backend({"torch": "keras_shardopt.backends.torch.bucket_bytes"})
 
 
 class GradientSlicer(Protocol):
@@ -102,7 +102,7 @@ class AllReduce:
         transfer = self.transport.begin(members, reduction)
         rows = zip(reduction.places, step.axes or (), reduction.grads)
         axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
-        transfer = AlongAxes(transfer, axes) if axes else transfer
+        transfer = AlongAxes(transfer.comm, axes) if axes else transfer
         move = functools.partial(self._move, transfer=transfer, members=members)
         if self._checks_finite:
             grads, found_inf = move_and_check(reduction, move, members)
@@ -124,8 +124,9 @@ class AllReduce:
 
     @property
     def _leaves_slices(self) -> bool:
-        is_local = self._context.state_finder.declared_state not in (GradientState.GLOBAL, GradientState.SUMMED)
-        return self._context.lays_out_state and is_local and self.transport.divides_along_axes
+        declared = self._context.state_finder.declared_state
+        may_be_local = declared is None or declared.is_local
+        return self._context.lays_out_state and may_be_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
         """Send zeros and the flag that this replica has ended training, so other replicas do not wait."""
@@ -236,7 +237,7 @@ class Overlapped:
         return step
 
     def predicted_bytes(self) -> tuple[int, int | None]:
-        if _bytes is None or (self._among is not None and self.buckets is None):
+        if self._among is not None and self.buckets is None:
             return 0, 0
         num_ranks = self._context.communicator().num_replicas
         if num_ranks == 1 or self.transport.buckets is not None:
@@ -264,7 +265,7 @@ class Overlapped:
                 return None
             self.buckets, self._among = None, comm
             variables = self._context.trainable
-            if _overlap is not None and not any(map(overwrites_variable, variables)):
+            if not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.speed.bucket_mib * 2**20
                 slices = None if self._shards is None else self._shards.gradient_slices
                 checks, transport = self._options.on_nonfinite != "ignore", self.transport
@@ -298,7 +299,7 @@ def reducer_of(
         at_the_end = ReduceScatter(context, options, transport, shards)
         can_overlap = shards.gradient_slices is not None and transport.early_in_slices
     allows_overlap = options.group_assignment is None and all(stage._allows_overlap for stage in stages)
-    if options.speed.overlap == "auto" and allows_overlap and can_overlap:
+    if _overlap is not None and options.speed.overlap == "auto" and allows_overlap and can_overlap:
         return Overlapped(at_the_end, context, options, shards)
     return at_the_end
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from keras import ops
 
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.numerics import ReduceOp, Tensor
-from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer
 
 
@@ -19,17 +20,13 @@ class AlongAxes(Transfer):
     """Reduces some gradients to slices, one per replica, and returns all other tensors whole.
 
     Args:
-        transfer: the transfer that would reduce whole gradients. Its communicator runs the collectives.
+        comm: runs the collectives, perhaps in half precision.
         axes: maps a variable's position to the dimension along which its gradient is divided.
     """
 
-    def __init__(self, transfer: Transfer, axes: Mapping[int, int]) -> None:
-        super().__init__(transfer.comm)
-        self._transfer = transfer
+    def __init__(self, comm: Communicator | Compressed, axes: Mapping[int, int]) -> None:
+        super().__init__(comm)
         self._axes = axes
-
-    def left(self, step: Step, all_decide: bool) -> Step:
-        return self._transfer.left(step, all_decide)
 
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp

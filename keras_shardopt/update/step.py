@@ -77,7 +77,7 @@ class Step:
     @property
     def is_local(self) -> bool:
         """Whether the gradients are this replica's, not yet reduced. Valid in `local` and in reducers only."""
-        return self.gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
+        return self.gradient_state is not None and self.gradient_state.is_local
 
 
 Proceed = Callable[[Step], None]

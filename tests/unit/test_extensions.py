@@ -17,9 +17,10 @@ import keras_shardopt
 PACKAGE = pathlib.Path(keras_shardopt.__file__).parent
 TESTS = pathlib.Path(__file__).parents[1]
 WORDS = {
-    "coding": r"coding|coded|codecs?|residuals?|PowerSGD|powersgd|Int[48]|int4",
-    "equal_bits": r"VirtualReplicas?|virtual_replicas|equal_bits|SumOfParts|Subtrees|PartsStep",
-    "local_sgd": r"LocalSGD|local_sgd|LocalUpdates|OwnGradients|WeightSync|sync_\w+|outer_optimizer|last_syncs",
+    "coding": r"[Cc]oding|[Cc]oded|[Cc]odecs?|[Rr]esiduals?|PowerSGD|powersgd|Int[48]|int4",
+    "equal_bits": r"VirtualReplicas?|virtual_replicas?|equal_bits|SumOfParts|Subtrees|PartsStep",
+    "local_sgd": "LocalSGD|local_sgd|LocalUpdates|LocalStep|OwnGradients|WeightSync|outer_optimizer|last_syncs|"
+    r"sync_(?!group)\w+",
     "noise": r"GradientNoise|gradient_noise\w*|NoiseAverages|noise_scale",
     "sharded_weights": r"ShardedWeights|sharded_weights|DividedWeights|WeightsOfOptimizer|HeldParameter|ShardedStep",
 }
@@ -46,7 +47,8 @@ def mentions(source, extension):
 
 
 def words_of(extension):
-    return rf"\b(?:{WORDS[extension]})\b"
+    """Also as a part of a name, such as `needs_codec` or `IsCoded`."""
+    return rf"(?:(?<![A-Za-z0-9])|(?<=[a-z0-9])(?=[A-Z]))(?:{WORDS[extension]})(?![a-z0-9])"
 
 
 @pytest.mark.neutral
@@ -69,6 +71,8 @@ def test_no_file_outside_its_folder_mentions_an_extension(extension):
 def test_a_mention_is_found():
     assert mentions("if optimizer.sync_every: pass", "local_sgd") == ["sync_every"]
     assert mentions('raise ValueError("Leave `VirtualReplicas` out.")', "equal_bits") == ["VirtualReplicas"]
+    assert mentions("self.needs_codec = IsCoded()", "coding") == ["codec", "Coded"]
+    assert mentions("x = decoding(replica_id_in_sync_group)", "coding") == []
     assert mentions('"""Of `VirtualReplicas`."""\nx = 1  # GradientNoise', "equal_bits") == []
 
 

@@ -130,8 +130,7 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
 class PartsStep(TrainStep):
     """A step of training or evaluation in which each rank computes its parts of the batch one after another."""
 
-    logs_are_global = True
-    runs_alone = True
+    divides_batches = True
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)

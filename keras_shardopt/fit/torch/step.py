@@ -21,11 +21,8 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 class TrainStep:
     """Runs Keras's step on this rank's rows of the batch. Extensions override some methods."""
 
-    logs_are_global = False
-    """Whether the logs of each batch already cover all ranks."""
-
-    runs_alone = False
-    """Whether the step differs from Keras's step even in a single process."""
+    divides_batches = False
+    """Whether the step itself divides batches, also in a single process. Its logs then cover all ranks."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

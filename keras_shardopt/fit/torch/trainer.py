@@ -98,7 +98,7 @@ class PreparedOnTorch(PreparedModel):
         session, real = session_of(self), super().train_step
         if session.ranks is None:
             step = session.step
-            return step.run(real, data, trains=True) if step.runs_alone else real(data)
+            return step.run(real, data, trains=True) if step.divides_batches else real(data)
         session.before_step()
         logs = _step(session, real, data, trains=True)
         session.check_unused()
@@ -144,7 +144,7 @@ class PreparedOnTorch(PreparedModel):
         if ranks is None or running.get() is not session:
             return real(logs)
         session.batches.end_epoch()
-        if session.step.logs_are_global:  # each step has already aggregated the logs over ranks
+        if session.step.divides_batches:  # each step has already aggregated the logs over ranks
             session.logs.forget()
             return pythonify_logs(real(logs))
         if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):

@@ -62,6 +62,14 @@ def test_files_copies_and_pickles_hold_the_objects(name):
 
 
 @pytest.mark.neutral
+def test_a_default_is_said_to_go_too():
+    with pytest.warns(DeprecationWarning, match="`fused='auto'` and `bucket_mib=25.0` of") as caught:
+        optimizer = ks.CrossShard("sgd", fused="auto", bucket_mib=25.0)
+    assert len(caught) == 1
+    assert arguments_of(optimizer) == arguments_of(ks.CrossShard("sgd"))
+
+
+@pytest.mark.neutral
 @pytest.mark.filterwarnings("error:.* next release:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_files_with_old_arguments_load_without_a_warning(name):
