@@ -36,9 +36,9 @@ def with_objects(
     if not isinstance(extensions, (list, tuple)):
         return found  # not a list, so `CrossShardOptions` will raise an error
     for kind in KINDS:
-        given = {name: old[name] for name in kind.old_arguments if name in old}
-        defaults = [name for name, value in given.items() if not _differs(value, kind.old_arguments[name])]
-        given = {name: value for name, value in given.items() if name not in defaults}
+        passed = [name for name in kind.old_arguments if name in old]
+        given = {name: old[name] for name in passed if _differs(old[name], kind.old_arguments[name])}
+        defaults = [name for name in passed if name not in given]
         if warns and defaults:
             names = " and ".join(f"`{name}={old[name]!r}`" for name in defaults)
             warn(f"{names} of `CrossShard` will be removed in the next release. Omit defaults.", DeprecationWarning)

@@ -125,8 +125,8 @@ class AllReduce:
     @property
     def _leaves_slices(self) -> bool:
         declared = self._context.state_finder.declared_state
-        may_be_local = declared is None or declared.is_local
-        return self._context.lays_out_state and may_be_local and self.transport.divides_along_axes
+        is_reduced = declared is not None and not declared.is_local
+        return self._context.lays_out_state and not is_reduced and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
         """Send zeros and the flag that this replica has ended training, so other replicas do not wait."""

@@ -190,9 +190,9 @@ class SlicedBucket(Bucket):
 def _layout(
     pieces: Pieces, places: Sequence[int], chunk: int, num_flags: int
 ) -> tuple[dict[int, list[tuple[int, int, int]]], list[tuple[int, int]]]:
-    """Return where the parts of each gradient lie in the memory that is sent, and the ends of chunks without a part.
+    """Return where the parts of each gradient lie in the memory that is sent, and the unused end of each rank's chunk.
 
-    A part of a gradient is (offset in the memory, start and end in the flattened gradient).
+    A part is (offset in the memory, start and end in the flattened gradient); an unused end is (start, end).
     """
     targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
     unused = []
