@@ -65,6 +65,10 @@ PATCHES: Table = {
             "update.losses:_reduce_weighted_values",
             "divides losses by the rows of all replicas, until Keras' `Loss` has an argument for the divisor",
         ),
+        "keras.metrics.Mean.update_state": (
+            "update.losses:converting_values()",
+            "logs the loss of the whole batch, until Keras passes the trainer's divisor to its metrics",
+        ),
     },
     "skips": {
         "keras.Variable.assign": (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,7 +19,7 @@ from keras_shardopt.backends.phases import timed
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.gathering import gather_despite_errors, join_gather, needs_all
 from keras_shardopt.checkpoint.portable import make_portable
-from keras_shardopt.checkpoint.together import communicating, is_chief, raise_together
+from keras_shardopt.checkpoint.together import communicating, is_chief, raise_together, raising_together
 from keras_shardopt.checkpoint.training_state import before_reading
 
 MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
@@ -189,6 +191,43 @@ def _write_with_keras(model: Any, method: str, path: str) -> None:
         save(model, path)
     else:
         placement.outside_strategy(lambda: save(model, path))
+
+
+_together: contextvars.ContextVar[tuple[Any, list[str]] | None] = contextvars.ContextVar("together", default=None)
+
+
+@contextlib.contextmanager
+def saving_together(model: Any) -> Iterator[list[str]]:
+    """In this block, make `save` and `save_weights` of a prepared model run on all processes together.
+
+    Yields a list to which each call adds the name of its method.
+    """
+    begun: list[str] = []
+    # Leave out methods that the user has set on the model.
+    own = {name: vars(model).pop(name) for name in ("save", "save_weights") if name in vars(model)}
+    token = _together.set((model, begun))
+    try:
+        yield begun
+    finally:
+        _together.reset(token)
+        vars(model).update(own)
+
+
+def save_prepared(
+    model: Any, name: str, in_keras: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Saves a model with `in_keras`, its method `name`: in `saving_together`, with all processes."""
+    together = _together.get()
+    if together is None or together[0] is not model:
+        save_from_any_process(model, in_keras, filepath, *args, **kwargs)
+        return
+    together[1].append(name)
+    if "://" not in os.fspath(filepath) or needs_all(model):
+        (save_model if name == "save" else save_weights)(model, filepath)
+        return
+    with raising_together():  # let Keras write remote files, because these cannot be replaced atomically
+        if is_chief():
+            in_keras(filepath)
 
 
 @timed("saving")

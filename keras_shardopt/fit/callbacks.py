@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import is_prepared, mix_in, take_out
 from keras_shardopt.checkpoint.gathering import needs_all
 from keras_shardopt.checkpoint.model_checkpoint import ModelCheckpoint
-from keras_shardopt.checkpoint.saving import save_model, save_weights
+from keras_shardopt.checkpoint.saving import save_weights, saving_together
 from keras_shardopt.checkpoint.together import is_chief, raise_together, raising_together
 from keras_shardopt.fit.calls import before_reading, cross_shards_in_step
 
@@ -121,7 +120,7 @@ def _is_for_this_process(callback: Any) -> bool:
 
 class _SavesTogether(keras.callbacks.ModelCheckpoint):
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
-        with _saving_together(self.model):
+        with saving_together(self.model):
             super()._save_model(*args, **kwargs)
 
 
@@ -154,7 +153,7 @@ class _BacksUpTogether(keras.callbacks.BackupAndRestore):
         if not is_chief():
             save_weights(self.model, self._weights_path)
             return
-        with _saving_together(self.model) as begun:
+        with saving_together(self.model) as begun:
             try:
                 super()._save_model()
             except Exception as error:
@@ -207,31 +206,3 @@ def _check_whole(callback: Any) -> None:
             f"{callback.model.optimizer!r}. Use `keras_shardopt.callbacks.ModelCheckpoint` or `BackupAndRestore`, or "
             "`OrbaxCheckpoint(..., save_weights_only=True)`."
         )
-
-
-@contextlib.contextmanager
-def _saving_together(model: Any) -> Iterator[list[str]]:
-    """In this block, make the model's `save` and `save_weights` run on all processes together.
-
-    Yields a list to which each call adds the name of its method.
-    """
-    begun: list[str] = []
-
-    def together(save: Callable[..., None], name: str, filepath: Any, overwrite: bool = True) -> None:
-        begun.append(name)
-        if "://" not in os.fspath(filepath) or needs_all(model):
-            save(model, filepath)
-            return
-        with raising_together():  # let Keras write remote files, because these cannot be replaced atomically
-            if is_chief():
-                getattr(model.__class__, name)(model, filepath)
-
-    before = {name: vars(model)[name] for name in ("save", "save_weights") if name in vars(model)}
-    object.__setattr__(model, "save", functools.partial(together, save_model, "save"))
-    object.__setattr__(model, "save_weights", functools.partial(together, save_weights, "save_weights"))
-    try:
-        yield begun
-    finally:
-        for name in ("save", "save_weights"):
-            object.__delattr__(model, name)
-        vars(model).update(before)

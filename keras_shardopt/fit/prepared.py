@@ -15,7 +15,7 @@ import keras
 
 from keras_shardopt.backends.models import Prepared
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.checkpoint.saving import save_from_any_process
+from keras_shardopt.checkpoint.saving import save_prepared
 from keras_shardopt.update.losses import additional_loss
 
 
@@ -26,10 +26,10 @@ class PreparedModel(Prepared, keras.Model):
     """
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        save_from_any_process(self, super().save, *args, **kwargs)
+        save_prepared(self, "save", super().save, *args, **kwargs)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        save_from_any_process(self, super().save_weights, *args, **kwargs)
+        save_prepared(self, "save_weights", super().save_weights, *args, **kwargs)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         return additional_loss(self, super()._aggregate_additional_loss, loss)

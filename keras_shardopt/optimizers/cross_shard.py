@@ -164,7 +164,7 @@ class CrossShard(
         self.state_finder = GradientStateFinder(options)
         reducers = [extension.reducer for extension in self.extension_stages if extension.reducer is not None]
         reducer: Reducer = reducers[0] if reducers else reducer_of(self._context, options, found)
-        self.peers = Peers(self, reducer.members)
+        self.peers = Peers(self._context, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         register_created(self)
 

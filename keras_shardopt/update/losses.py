@@ -42,8 +42,28 @@ def share_losses(model: Any) -> None:
     """
     install("losses")
     for tracker in mean_losses(model):
-        if "update_state" not in vars(tracker):
-            object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
+        convert_values(tracker, _of_whole_batch)
+
+
+_CONVERTS = "_keras_shardopt_converts"
+
+
+def convert_values(metric: Any, convert: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Make a `keras.metrics.Mean` pass values and sample weights through `convert` first. Ignore a second call."""
+    vars(metric).setdefault(_CONVERTS, convert)
+
+
+def converting_values(in_keras: Callable[..., None]) -> Callable[..., None]:
+    """Return a replacement of `Mean.update_state` that calls the function of `convert_values`."""
+
+    @functools.wraps(in_keras)
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> None:
+        convert = vars(metric).get(_CONVERTS)
+        if convert is not None:
+            values, sample_weight = convert(values, sample_weight)
+        in_keras(metric, values, sample_weight=sample_weight)
+
+    return update_state
 
 
 def mean_losses(model: Any) -> list[Any]:
@@ -186,8 +206,8 @@ def _factor(part: BatchShare) -> int:
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 
-def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
-    """Replace `update_state` of a metric that holds a mean loss.
+def _of_whole_batch(value: Tensor, sample_weight: Any) -> tuple[Tensor, Any]:
+    """Convert a replica's loss, and its weight in the mean over steps, to those of the whole batch.
 
     The mean of the replicas' losses is the loss of the whole batch, so the weight of each is the mean row count.
     """
@@ -198,7 +218,7 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
         # If Keras passes no `sample_weight`, each batch has weight 1 in the metric, regardless of its row count. On
         # TensorFlow, Keras passes none for losses of several outputs (since 3.16 only if a trace has no row count).
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
-    type(tracker).update_state(tracker, value, sample_weight=sample_weight)
+    return value, sample_weight
 
 
 _own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = contextvars.ContextVar(

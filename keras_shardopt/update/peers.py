@@ -12,7 +12,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, sum_losses_of
-from keras_shardopt.update.context import CrossShardProtocol
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import check_groups
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers
@@ -22,12 +22,12 @@ class Peers:
     """Checks and synchronizes the replicas of a `CrossShard`, once before the first update.
 
     Args:
-        optimizer: the `CrossShard`.
+        context: gives access to the `CrossShard`.
         members: a function that takes the communicator of all replicas and returns that of this replica's group.
     """
 
-    def __init__(self, optimizer: CrossShardProtocol, members: Callable[[Communicator], Communicator]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, context: StageContext, members: Callable[[Communicator], Communicator]) -> None:
+        self._context = context
         self._members = members
         self.started: Communicator | None = None
         """PyTorch: the communicator of all ranks, once they have equal weights; None before the first update."""
@@ -40,12 +40,13 @@ class Peers:
 
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Check and describe the variables before the optimizer is built."""
-        self._leaves = base_optimizers(self._optimizer)
-        outers = [outer for extension in self._optimizer.extension_stages for outer in extension.optimizers]
-        placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
+        optimizer = self._context.optimizer
+        self._leaves = base_optimizers(optimizer)
+        outers = [outer for extension in optimizer.extension_stages for outer in extension.optimizers]
+        placement.before_build(variables, optimizer, [*self._leaves, *outers], optimizer.shard_state)
         if processes.process()[0] > 1:
             # Describe the optimizer now: callbacks change its learning rate later, and a traced step cannot read it.
-            self._described = described(self._optimizer, variables)
+            self._described = described(optimizer, variables)
             if processes.creates_variables_collectively():
                 self._compare(variables)
 
@@ -58,7 +59,7 @@ class Peers:
         Raises:
             ValueError: on every replica, if their optimizers or variables differ.
         """
-        optimizer = self._optimizer
+        optimizer = self._context.optimizer
         is_loaded, self.is_loaded = self.is_loaded, False
         placement.check(variables, self._leaves, is_loaded, optimizer.shard_state)
         optimizer._check_shards(comm)
@@ -77,7 +78,7 @@ class Peers:
         if self.started is None:
             return None
         try:
-            return self.started if runtime.communicator(self._optimizer.axis_name) is self.started else None
+            return self.started if self._context.communicator() is self.started else None
         except ValueError:  # the process group is closed
             return None
 
@@ -87,14 +88,14 @@ class Peers:
         Raises:
             ValueError: on every process, if they differ. The message names the difference.
         """
-        comm = runtime.communicator(self._optimizer.axis_name) if comm is None else comm
+        comm = self._context.communicator() if comm is None else comm
         if self._agree or not comm.is_multi_process:
             return
         if self._described is None:
-            if not self._optimizer.built:
+            if not self._context.optimizer.built:
                 return
-            self._described = described(self._optimizer, self._optimizer._trainable_variables)
-        runtime.no_compile(self._compare, self._optimizer._trainable_variables)
+            self._described = described(self._context.optimizer, self._context.trainable)
+        runtime.no_compile(self._compare, self._context.trainable)
 
     def check_parts(self) -> None:
         """Check that the parts of divided optimizer state on all processes belong to the same update.
@@ -106,23 +107,24 @@ class Peers:
             self._check_start()
 
     def _compare(self, variables: Sequence[Variable]) -> None:
-        check_agreement(self._described, self._optimizer, variables)
+        check_agreement(self._described, self._context.optimizer, variables)
         self._check_start()
         self._agree = True
 
     def _check_start(self) -> None:
-        shards = self._optimizer._shards
+        shards = self._context.optimizer._shards
         if shards is not None:
-            shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
+            shards.check_start(int(ops.convert_to_numpy(self._context.counter)))
 
     def _warn_of_sums(self, num_replicas: int) -> None:
         """Warn of a loss summed over a replica's rows, unless the trainer sums the loss over the whole batch."""
-        if self._optimizer._options.reduction == "sum" or current_share() is not None:
+        optimizer = self._context.optimizer
+        if optimizer._options.reduction == "sum" or current_share() is not None:
             return
-        for loss in sum_losses_of(self._optimizer, self._optimizer._trainable_variables)[:1]:
+        for loss in sum_losses_of(optimizer, optimizer._trainable_variables)[:1]:
             warn(
                 "The gradients of a loss that sums over rows must be summed over replicas. Their mean is "
                 f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "
-                f'{self._optimizer!r}. Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` '
+                f'{optimizer!r}. Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` '
                 "before `fit`.",
             )

@@ -9,6 +9,10 @@ _DRAWS = (
 
 PATCHES = {
     "reduction": {
+        "keras.src.backend.tensorflow.optimizer.TFOptimizer._all_reduce_sum_gradients": (
+            "backends.tensorflow.runtime:reducing_once()",
+            "leaves reduced gradients unchanged, until Keras' optimizers have an argument for this",
+        ),
         "keras.src.losses.loss.reduce_values": (f"{_LOSSES}:_reduce_values", _WHY),
         "keras.src.losses.loss.scale_loss_for_distribution": (f"{_LOSSES}:_scale_loss_for_distribution", _WHY),
         "tensorflow:nn.compute_average_loss": (f"{_LOSSES}:noting_result()", _WHY),

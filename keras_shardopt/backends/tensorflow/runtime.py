@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,21 +70,22 @@ def _restore_unless(condition: Any, update: Callable[[], None], variables: Seque
 _SCOPES = "_keras_shardopt_scopes"
 
 
-def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
-    """Replaces an optimizer's `_all_reduce_sum_gradients`. Does nothing if the gradients are already reduced."""
-    if any(scope.is_reduced for scope in optimizer.__dict__[_SCOPES]):
-        return list(grads_and_vars)
-    return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
+def reducing_once(in_keras: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of `Optimizer._all_reduce_sum_gradients` that leaves reduced gradients unchanged."""
+
+    @functools.wraps(in_keras)
+    def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
+        if any(scope.is_reduced for scope in vars(optimizer).get(_SCOPES, ())):
+            return list(grads_and_vars)
+        return in_keras(optimizer, grads_and_vars)
+
+    return reduce
 
 
 def disable_reduction(optimizers: Sequence[Any], scope: GradientScope) -> None:
     """Keep these Keras optimizers from reducing gradients again that are already reduced, as recorded in `scope`."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
-        # Replace the method on the instance, because a subclass would change the class name in saved models. Avoid
-        # `setattr`, because Keras would track the method as an attribute.
-        override = types.MethodType(_reduce_unless_reduced, optimizer)
-        object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
 
 def num_summed() -> int:

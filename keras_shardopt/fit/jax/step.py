@@ -21,14 +21,14 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, divided_along, 
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.fit.calls import cross_shards_in_step, num_rows
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_replica_state
 from keras_shardopt.fit.jax.uneven import on_replica_rows, rows_of
+from keras_shardopt.fit.model_step import ModelStep
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.plugs import step_class
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
@@ -49,7 +49,7 @@ class Computed(NamedTuple):
     data: tuple[Any, Any, Any]
 
 
-class TrainStep:
+class TrainStep(ModelStep):
     """Runs Keras's step. If the optimizer needs per-replica gradients, computes these in a `shard_map` first."""
 
     stacks_windows = True
@@ -57,13 +57,6 @@ class TrainStep:
 
     is_reduced = False
     """Whether `computed` reduces gradients even with accumulation, so accumulation sums reduced gradients."""
-
-    def __init__(self, model: Any, cross_shards: list[Any]) -> None:
-        self.model = model
-        self.cross_shards = cross_shards
-
-    def prepare(self) -> None:
-        """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def before_step(self) -> None:
         """Called in training, before Keras takes values out of variables. Does nothing unless overridden."""
@@ -124,13 +117,6 @@ class TrainStep:
         grads, loss, outputs, others = _per_replica(self.model, self.cross_shards[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
-
-
-def step_of(model: Any) -> TrainStep:
-    """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
-    cross_shards = cross_shards_in_step(model)
-    step: TrainStep = step_class(cross_shards, TrainStep)(model, cross_shards)
-    return step
 
 
 def _per_replica(

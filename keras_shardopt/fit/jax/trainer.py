@@ -46,7 +46,7 @@ from keras_shardopt.fit.jax.batches import (
     padding_batches,
     valid_rows,
 )
-from keras_shardopt.fit.jax.step import step_of
+from keras_shardopt.fit.jax.step import TrainStep
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.sharing import gathers_rows, splits_separate_part
 
@@ -55,7 +55,7 @@ def prepare(model: Any) -> None:
     """Make the model accept uneven batches. Replace its step if the optimizer needs per-replica gradients."""
     install("batches")
     allow_uneven()
-    step = step_of(model)
+    step = TrainStep.of(model)
     cross_shard, *_ = step.cross_shards
     # Stack the gradients of all replicas only if `CrossShard` is outermost, because wrappers cannot use stacked arrays.
     stacks = cross_shard.accumulation is not None and step.stacks_windows
@@ -115,12 +115,12 @@ class PreparedOnJax(PreparedModel):
             return super().predict_on_batch(on_devices(x) if is_built else x)
 
     def train_step(self, state: Any, data: Any) -> Any:
-        step = step_of(self)
+        step = TrainStep.of(self)
         refuse_groups(step.cross_shards)  # check again, because `compile` may have set another optimizer
         return step.train(super().train_step, state, valid_rows(data))
 
     def test_step(self, state: Any, data: Any) -> Any:
-        return step_of(self).test(super().test_step, state, valid_rows(data))
+        return TrainStep.of(self).test(super().test_step, state, valid_rows(data))
 
     def predict_step(self, state: Any, data: Any) -> Any:
         outputs, others = super().predict_step(state, valid_rows(data))
@@ -130,11 +130,11 @@ class PreparedOnJax(PreparedModel):
         return outputs, others
 
     def make_train_function(self, *args: Any, **kwargs: Any) -> None:
-        with _new_function(self, "train_step"), step_of(self).compiler_options():
+        with _new_function(self, "train_step"), TrainStep.of(self).compiler_options():
             super().make_train_function(*args, **kwargs)
 
     def make_test_function(self, *args: Any, **kwargs: Any) -> None:
-        with _new_function(self, "test_step"), step_of(self).compiler_options():
+        with _new_function(self, "test_step"), TrainStep.of(self).compiler_options():
             super().make_test_function(*args, **kwargs)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +159,7 @@ class PreparedOnJax(PreparedModel):
     def _get_jax_state(self, purge_model_variables: bool = False, **which: bool) -> Any:
         """Keep the values that Keras moves out of variables, to restore them if the first step of the epoch fails."""
         if which.get("optimizer_variables"):
-            step_of(self).before_step()
+            TrainStep.of(self).before_step()
         taken = super()._get_jax_state(purge_model_variables=purge_model_variables, **which)
         if purge_model_variables:
             self._jax_state = dict(zip([name for name in _TAKEN if which.get(name)], taken))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,17 +14,17 @@ from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.calls import cross_shards_in_step, num_rows, refuse_groups
+from keras_shardopt.fit.calls import num_rows, refuse_groups
+from keras_shardopt.fit.model_step import ModelStep
 from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
-from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.plugs import step_class
+from keras_shardopt.update.losses import convert_values, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import statistics_in
 
 
-class TrainStep:
+class TrainStep(ModelStep):
     """Runs Keras's step on a replica's rows. Extensions override some methods."""
 
     divides_batches = False
@@ -33,13 +32,6 @@ class TrainStep:
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
-
-    def __init__(self, model: Any, cross_shards: list[Any]) -> None:
-        self.model = model
-        self.cross_shards = cross_shards
-
-    def prepare(self) -> None:
-        """Called by `prepare(model)`. Does nothing unless an extension overrides it."""
 
     def begin_call(self) -> None:
         """Called when `fit` or `evaluate` begins. Extensions override it to check that the step can run."""
@@ -118,21 +110,13 @@ OTHER_ROWS = "another number of rows on a replica"
 def _log_whole_losses(model: Any) -> None:
     """Make each `Mean` metric log the loss of the whole batch if a custom `train_step` passes a loss to the metric."""
     for metric in model.metrics:
-        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
-        if is_mean and "update_state" not in vars(metric):
-            object.__setattr__(metric, "update_state", functools.partial(_update_mean, metric))
+        if type(metric).update_state is keras.metrics.Mean.update_state:
+            convert_values(metric, _as_logged)
 
 
-def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+def _as_logged(value: Any, sample_weight: Any) -> tuple[Any, Any]:
     # Keras divides losses by the number of replicas, because it sums gradients. `logged` undoes this in the logs.
-    return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
-
-
-def step_of(model: Any) -> TrainStep:
-    """Return the `TrainStep` for the model's optimizer: the plain class, or the subclass of an extension."""
-    cross_shards = cross_shards_in_step(model)
-    step: TrainStep = step_class(cross_shards, TrainStep)(model, cross_shards)
-    return step
+    return logged(value), sample_weight
 
 
 _of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_call", default=None)

@@ -32,7 +32,7 @@ from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_none
-from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of, step_of_call
+from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of_call
 from keras_shardopt.numerics import Optimizer
 from keras_shardopt.update.losses import own_additional_losses
 from keras_shardopt.wrapping.chain import chain_of
@@ -44,7 +44,7 @@ def prepare(model: Any) -> None:
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     object.__setattr__(model, _LOGS, BatchLogs(model))
     mix_in(model, PreparedOnTensorFlow)
-    step_of(model).prepare()
+    TrainStep.of(model).prepare()
     # Drop compiled functions, because they call the replaced methods.
     model.train_function = model.test_function = model.predict_function = None
 
@@ -58,7 +58,7 @@ class PreparedOnTensorFlow(PreparedModel):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         logs = vars(self)[_LOGS]
-        with workers.calling(self, "fit", *args, **kwargs) as call, _step_of_call(self, step_of(self)):
+        with workers.calling(self, "fit", *args, **kwargs) as call, _step_of_call(self, TrainStep.of(self)):
             logs.is_fitting = True
             try:
                 return call(super().fit, *args, **kwargs)
@@ -67,7 +67,7 @@ class PreparedOnTensorFlow(PreparedModel):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         on_all = workers.calling(self, "evaluate", *args, **kwargs)
-        with separate_logs(self), on_all as call, _step_of_call(self, step_of(self)):
+        with separate_logs(self), on_all as call, _step_of_call(self, TrainStep.of(self)):
             return call(super().evaluate, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,10 @@ class PreparedOnTensorFlow(PreparedModel):
             return super().predict_on_batch(*args, **kwargs)
 
     def train_step(self, data: Any) -> Any:
-        return step_of(self).train(super().train_step, data)
+        return TrainStep.of(self).train(super().train_step, data)
 
     def test_step(self, data: Any) -> Any:
-        return step_of(self).test(super().test_step, data)
+        return TrainStep.of(self).test(super().test_step, data)
 
     def predict_step(self, data: Any) -> Any:
         return workers.outputs_of_all(self, super().predict_step(unpacked(data)), data)
@@ -128,14 +128,14 @@ class PreparedOnTensorFlow(PreparedModel):
         super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         with strategy.scope():
             mirror([variable for metric in self.metrics for variable in metric.variables])
-        if step_of(self).divides_batches and data_batch is not None:
+        if TrainStep.of(self).divides_batches and data_batch is not None:
             self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build it in the traced step
         if data_batch is not None and not has_built_in_step(self):
             _build_optimizers(self, data_batch)
 
     def _make_function(self, step_function: Callable[..., Any]) -> Callable[..., Any]:
         num_replicas = self.distribute_strategy.num_replicas_in_sync
-        step = step_of(self)
+        step = TrainStep.of(self)
         function = step.function(functools.partial(super()._make_function, step_function))
         if num_replicas == 1 and not step.divides_batches:
             return function

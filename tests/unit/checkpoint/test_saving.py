@@ -20,7 +20,6 @@ from support.worlds import InParts, Processes
 import keras_shardopt as ks
 from keras_shardopt.checkpoint import atomic_file as atomic
 from keras_shardopt.checkpoint import saving, together
-from keras_shardopt.fit import callbacks
 from keras_shardopt.wrapping.chain import chain_of
 
 
@@ -253,7 +252,7 @@ def test_two_optimizers_with_state_in_parts_are_gathered_in_the_order_of_the_sav
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_keras_writes_to_another_machine_is_written_by_the_chief_alone(monkeypatch, fails):
     """Where Keras can write, and no file be replaced: its own `ModelCheckpoint` may have such a path."""
-    models = [trained(seed=rank) for rank in range(2)]
+    models = [ks.prepare(trained(seed=rank)) for rank in range(2)]
     processes = Processes(monkeypatch, 2)
     written = []
 
@@ -265,7 +264,7 @@ def test_what_keras_writes_to_another_machine_is_written_by_the_chief_alone(monk
     monkeypatch.setattr(keras.Model, "save", save)
 
     def save_here(rank):
-        with callbacks._saving_together(models[rank]):
+        with saving.saving_together(models[rank]):
             models[rank].save("gs://bucket/model.keras")
 
     results = processes.run(save_here)
