@@ -83,7 +83,7 @@ def watch(
     inserted.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
     inner = tuple(kind for place, kind in STAGES if place > Place.LOCAL)
-    place = sum(not isinstance(each, inner) for each in pipeline.stages)
+    place = next((i for i, each in enumerate(pipeline.stages) if isinstance(each, inner)), len(pipeline.stages))
     pipeline.change([*pipeline.stages[:place], inserted, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
     optimizer.state_finder.needing.append(needed_for)
 

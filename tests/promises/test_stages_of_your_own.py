@@ -13,7 +13,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
-from keras_shardopt.update.reducers import Overlapped
+from keras_shardopt.update.overlapped import Overlapped
 from keras_shardopt.update.step import Step
 
 LOCAL, PRESCALED = GradientState.LOCAL, GradientState.LOCAL_PRESCALED

@@ -315,13 +315,13 @@ FAULTS = [
         f"{CODECS}::test_sums_and_what_is_left_over_are_those_of_numpy",
     ),
     fault(
-        "update/reducers.py",
+        "update/overlapped.py",
         "            step = buckets.transfer.left(step, all_decide=False)\n",
         "            pass\n",
         "promises/test_error_feedback.py::test_what_was_sent_and_what_was_not_add_up_to_all_gradients",
     ),
     fault(
-        "update/reducers.py",
+        "update/overlapped.py",
         "            note(kind, tensors, comm.num_replicas)\n",
         "            note(kind, tensors[:1], comm.num_replicas)\n",
         "promises/test_error_feedback.py::test_the_bytes_are_those_of_theory",
@@ -1661,7 +1661,7 @@ FAULTS = [
         backend="jax",
     ),
     fault(
-        "update/reducers.py",
+        "update/overlapped.py",
         "return 0, 0 if num_ranks",
         "return 1, 0 if num_ranks",
         "promises/test_memory_report.py::test_one_replica_needs_no_buffers",

@@ -20,10 +20,10 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.extensions.equal_bits.parts import current_part, parts_of_each, parts_of_replica
 from keras_shardopt.extensions.equal_bits.tree import Subtrees, Tree
 from keras_shardopt.numerics import Tensor, Variable, dense, overwrites_variable
+from keras_shardopt.update.all_reduce import AllReduce
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.parts import PartOfBatch
-from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.transport import Transport

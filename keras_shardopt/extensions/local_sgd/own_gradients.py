@@ -9,10 +9,10 @@ from keras import ops
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.traffic import recording
 from keras_shardopt.numerics import UNKNOWN, filled_like, map_values
+from keras_shardopt.update.all_reduce import AllReduce
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import check_reduced
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transport
