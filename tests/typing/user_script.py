@@ -62,6 +62,13 @@ def optimizer() -> ks.CrossShard:
     return made
 
 
+def spellings() -> None:
+    new = ks.CrossShard("adam", extensions=[ks.LocalSGD(every=50)], torch=ks.TorchSpeed(overlap=False))
+    deprecated = ks.CrossShard("adam", sync_every=50, overlap=False)
+    assert_type(new, ks.CrossShard)
+    assert_type(deprecated, ks.CrossShard)
+
+
 def schedules() -> None:
     decay = ks.schedules.PolyDecay(0.1, decay_steps=1000, power=2.0)
     assert_type(decay, ks.schedules.PolyDecay)
