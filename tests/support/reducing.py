@@ -3,7 +3,7 @@
 import types
 
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.update import exchange, reducers
+from keras_shardopt.update import all_reduce, exchange
 from keras_shardopt.update.reduction import Reduction, collective, rescale_reduced, rescaling
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer
@@ -49,4 +49,4 @@ def plant(monkeypatch, fault):
         return list(fault(step.grads, step.variables, members, kind, step.gradient_state))
 
     monkeypatch.setattr(exchange, "move", replacing(fault))
-    monkeypatch.setattr(reducers, "rescale_reduced", without_collective)
+    monkeypatch.setattr(all_reduce, "rescale_reduced", without_collective)
