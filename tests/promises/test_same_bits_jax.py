@@ -15,8 +15,8 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("jax")
 
-# Several parts on each device (2, 4), or one (8): each model (but `attending`, whose case on 4 is one more, and `paired`)
-# and each option with both, mostly in different pairs.
+# Several parts on each device (2, 4), or one (8): each model (but `paired`) and each option with both, mostly in
+# different pairs.
 ON_FOUR = ["normalizing-SGD-plain", "attending-SGD-plain"]
 ON_TWO = ["masked-Adam-plain", "normalizing-Adam-divided", "normalizing-SGD-clipped", "recurrent-SGD-weighted"]
 ON_EIGHT = ["recurrent-Adam-plain", "masked-SGD-clipped", "paired-SGD-weighted", "normalizing-SGD-divided"]
