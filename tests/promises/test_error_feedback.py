@@ -36,7 +36,7 @@ def with_it(name, usual, every):
 
 @pytest.mark.parametrize("name", some(CASES, USUAL if BACKEND != "tensorflow" else ["int8"]))
 def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
-    """Over 40 updates, in windows, around skipped updates, with uneven rows and divided state; bits are equal."""
+    """Over 20 updates, in windows, around skipped updates, with uneven rows and divided state; bits are equal."""
     found = world.run(compressing.trained, 4, name, with_it(name, USUAL, compressing.CASES))
     assert found["skipped"] == int("skips" in name)
     assert found["apart"] == 0

@@ -305,7 +305,7 @@ def test_gradients_that_arrive_differently_are_an_error_that_names_them():
         step, mesh=mesh(2), in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()), check_vma=True
     )
     with pytest.raises(ValueError, match="hidden/kernel"):
-        train(step, model, optimizer)
+        train(jax.jit(step), model, optimizer)
 
 
 def test_local_gradients_cannot_be_under_a_distribution():
@@ -490,7 +490,7 @@ def test_replicas_are_counted_within_their_groups():
         return MappedAxis("batch").split(GROUPS).replica_id[None]
 
     run = jax.shard_map(on_replica, mesh=mesh(4), in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
-    np.testing.assert_array_equal(run(np.zeros(4)), [0, 0, 1, 1])
+    np.testing.assert_array_equal(jax.jit(run)(np.zeros(4)), [0, 0, 1, 1])
 
 
 def test_where_jax_knows_what_varies_groups_reduce_their_own():
@@ -501,7 +501,7 @@ def test_where_jax_knows_what_varies_groups_reduce_their_own():
         return {op: group.all_reduce([mine], op)[0] for op in ("sum", "mean", "max")}
 
     run = jax.shard_map(on_replica, mesh=mesh(4), in_specs=P("batch"), out_specs=P("batch"), check_vma=True)
-    found = run(np.array([1.0, 2.0, 4.0, 8.0]))
+    found = jax.jit(run)(np.array([1.0, 2.0, 4.0, 8.0]))
     np.testing.assert_array_equal(found["sum"], [9, 6, 6, 9])
     np.testing.assert_array_equal(found["mean"], [4.5, 3, 3, 4.5])
     np.testing.assert_array_equal(found["max"], [8, 4, 4, 8])

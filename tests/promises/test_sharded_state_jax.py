@@ -229,10 +229,9 @@ def test_a_mesh_of_ones_own_is_fine_where_state_stays_whole():
     np.testing.assert_array_equal(after, np.full((8, 4), 0.5))
 
 
-@pytest.mark.parametrize("num_steps", [2, 5])
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.exhaustive
-def test_excluded_masters_do_not_decay(by_name, num_steps):
+def test_excluded_masters_do_not_decay(by_name):
     keras.config.set_dtype_policy("float16")
     with ks.data_parallel(4):
         optimizer = ks.CrossShard(ks.MixedPrecision(decaying()), shard_state=True)
@@ -241,15 +240,17 @@ def test_excluded_masters_do_not_decay(by_name, num_steps):
         arguments = {"var_names": ["bias"]} if by_name else {"var_list": [weights[i] for i in left_out]}
         optimizer.exclude_from_weight_decay(**arguments)
         optimizer.build(weights)
-        for _ in range(num_steps):  # without gradients nothing but decay moves a weight
+        for num_steps in range(1, 6):  # without gradients nothing but decay moves a weight
             optimizer.apply([keras.ops.zeros(w.shape, "float16") for w in weights])
-        for i, (weight, start) in enumerate(zip(weights, START)):
-            start = start.astype("float16").astype("float64")
-            expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** num_steps
-            master = optimizer.get_slot(weight, "master")
-            assert master.value.sharding.is_fully_replicated == (i == 3)  # its three elements cannot be divided
-            np.testing.assert_allclose(np.asarray(master.value), expected, rtol=1e-6)
-            np.testing.assert_array_equal(np.asarray(weight.value), np.asarray(master.value).astype("float16"))
+            if num_steps not in (2, 5):
+                continue
+            for i, (weight, start) in enumerate(zip(weights, START)):
+                start = start.astype("float16").astype("float64")
+                expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** num_steps
+                master = optimizer.get_slot(weight, "master")
+                assert master.value.sharding.is_fully_replicated == (i == 3)  # its three elements cannot be divided
+                np.testing.assert_allclose(np.asarray(master.value), expected, rtol=1e-6)
+                np.testing.assert_array_equal(np.asarray(weight.value), np.asarray(master.value).astype("float16"))
 
 
 def test_mapped_axes_are_refused():
@@ -298,8 +299,9 @@ OWN = {
     "sums": {"replica_clipnorm": 0.5, "reduction": "sum"},
     "coded": {"compression": "int8"},  # which is not sent in these slices
 }
-OWN_CASES = [(name, n, rows) for name in OWN for n in (2, 4) for rows in (16, 13)]
 OWN_BY_DEFAULT = [("skips", 4, 13), ("half", 4, 16), ("sums", 4, 16)]
+UNEVEN_ON_FOUR = ["clips", "skips", "accumulates and clips", "coded"]  # and even on two devices; the others as well
+OWN_CASES = [(name, n, 13 if (n == 4) == (name in UNEVEN_ON_FOUR) else 16) for name in OWN for n in (2, 4)]
 
 
 @keras.saving.register_keras_serializable("tests")

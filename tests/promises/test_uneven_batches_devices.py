@@ -68,22 +68,28 @@ OVER_ROWS = {
 OF_ROWS = 41  # batches of 13 rows, and 2: none for a third replica
 
 
-def part_by_part(num_replicas, virtual_replicas=None, replica_clipnorm=1e9, replica_transform=None, **options):
-    """What one process makes of the rows of each replica, one after another: weights, and moving statistics."""
+@functools.cache
+def gradients_over_rows():
+    """Of one process: the values of the model's variables, which others are moving, and a compiled function."""
     import jax
 
     model = over_rows()
     weights, others = ([v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables))
-    is_moving = ["moving" in v.name for v in model.non_trainable_variables]
-    (x, y), each = uneven.data(), uneven.row_weights()
-    num_parts, window = virtual_replicas or num_replicas, options.get("gradient_accumulation_steps", 1)
-    velocities, sums = [0.0] * len(weights), [0.0] * len(weights)
 
     def loss(weights, others, x, y, each):
         outputs, others = model.stateless_call(weights, others, x, training=True)
         return keras.ops.mean(each[:, None] * keras.ops.square(outputs - y)), others
 
-    gradients = jax.jit(jax.grad(loss, has_aux=True))
+    is_moving = ["moving" in v.name for v in model.non_trainable_variables]
+    return weights, others, is_moving, jax.jit(jax.grad(loss, has_aux=True))
+
+
+def part_by_part(num_replicas, virtual_replicas=None, replica_clipnorm=1e9, replica_transform=None, **options):
+    """What one process makes of the rows of each replica, one after another: weights, and moving statistics."""
+    weights, others, is_moving, gradients = gradients_over_rows()
+    (x, y), each = uneven.data(), uneven.row_weights()
+    num_parts, window = virtual_replicas or num_replicas, options.get("gradient_accumulation_steps", 1)
+    velocities, sums = [0.0] * len(weights), [0.0] * len(weights)
 
     for count, begin in enumerate(range(0, OF_ROWS, 13)):
         batch = np.arange(begin, min(begin + 13, OF_ROWS))

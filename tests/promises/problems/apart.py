@@ -566,7 +566,7 @@ def twins(num_replicas, name):
         made = inner()
         if steps > 1:
             made = type(made).from_config(made.get_config() | {"gradient_accumulation_steps": steps})
-        model.compile(made, "mse")
+        model.compile(made, "mse", jit_compile=keras.backend.backend() == "jax")
         models.append(model)
     since, joined = 0, []
     num_batches = 2 * len(x) // problem.BATCH_SIZE
@@ -711,7 +711,7 @@ def skipping_twins(name):
     steps = more.get("gradient_accumulation_steps", 1)
     models, (size, _) = zip(*(left_out(name) for _ in range(2)))
     for model in models:
-        model.compile(ks.CrossShard(inner(), **more), "mse")
+        model.compile(ks.CrossShard(inner(), **more), "mse", run_eagerly=keras.backend.backend() == "tensorflow")
     x, y = rows_with_nan(name, size)
     for batch in range(NUM_MICRO):
         for model, rows in zip(models, parts_of(np.arange(batch * size, (batch + 1) * size), 2)):

@@ -18,7 +18,7 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 
-NUM_UPDATES = 40
+NUM_UPDATES = 20
 BATCH = 8
 NUM_IDS = 30
 
@@ -85,7 +85,7 @@ CASES = {
         "shard_state": True,
     },
 }
-BAD_BATCH = 17
+BAD_BATCH = 9
 
 
 def trained(replicas, name):

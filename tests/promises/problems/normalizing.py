@@ -91,11 +91,14 @@ CASES = {
     "branches": {},
     "a row of layers": {"make": layers_in_a_row},
     "mask": {"make": sequences},
-    "accumulation": {"around": {"gradient_accumulation_steps": 2}},
+    "accumulation": {"make": normalized_once, "around": {"gradient_accumulation_steps": 2}},
     "skipped update": {"make": normalized_once, "around": {"on_nonfinite": "skip"}, "data": data_with_nan},
     "mixed precision": {"policy": "mixed_bfloat16"},
     "gradients of each replica": {"around": {"replica_clipnorm": 1e9}},
-    "accumulated gradients of each replica": {"around": {"replica_clipnorm": 1e9, "gradient_accumulation_steps": 2}},
+    "accumulated gradients of each replica": {
+        "make": normalized_once,
+        "around": {"replica_clipnorm": 1e9, "gradient_accumulation_steps": 2},
+    },
     "few rows": {"make": normalized_once, "rows": slice(17)},  # 16 and one
     "far from zero": {"make": only_normalized, "data": far_from_zero},
     "apart": {"converts": False},

@@ -5,6 +5,7 @@ import pathlib
 import sys
 import warnings
 
+import jax
 from promises.problems import same_bits
 
 import keras_shardopt as ks
@@ -14,8 +15,9 @@ warnings.filterwarnings("ignore")
 file, case = sys.argv[1:]
 with ks.data_parallel() as replicas:
     found = same_bits.trained(replicas, case)
-    model = same_bits.model_of(case)
-    for _ in range(5):  # what is dispatched for one fit is not overtaken by what processes exchange before the next
-        same_bits.fit(model, case)
+    if jax.process_count() > 1:
+        model = same_bits.model_of(case)
+        for _ in range(5):  # what is dispatched for one fit is not overtaken by what processes exchange before the next
+            same_bits.fit(model, case, epochs=1)
     if replicas.is_chief:
         pathlib.Path(file).write_text(json.dumps(found))

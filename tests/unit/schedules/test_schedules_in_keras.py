@@ -154,12 +154,12 @@ def test_keras_own_accumulation_counts_batches_as_the_docs_say():
     ids=["PiecewiseConstant", "PolyDecay", "Keras' ExponentialDecay"],
 )
 def test_per_update_counts_updates_where_keras_accumulates(schedule, wrap):
-    per_update = ks.schedules.PerUpdate(schedule, 3)
-    optimizer = wrap(keras.optimizers.SGD(per_update, gradient_accumulation_steps=3))
+    per_update = ks.schedules.PerUpdate(schedule, 2)
+    optimizer = wrap(keras.optimizers.SGD(per_update, gradient_accumulation_steps=2))
     weight = keras.Variable([0.0])
-    for update in range(6):
+    for update in range(5):
         before = float(keras.ops.convert_to_numpy(weight)[0])
-        for _ in range(3):
+        for _ in range(2):
             optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
         moved = before - float(keras.ops.convert_to_numpy(weight)[0])
         assert moved == pytest.approx(float(keras.ops.convert_to_numpy(schedule(update))), abs=1e-6)
