@@ -76,18 +76,16 @@ def test_a_mention_is_found():
     assert mentions('"""Of `VirtualReplicas`."""\nx = 1  # GradientNoise', "equal_bits") == []
 
 
-def package_without(extensions, folder):
-    """A copy of the package without the folders of some extensions, their rows, and their public names."""
+def package_without(extension, folder):
+    """A copy of the package without the folder of an extension, its row, and its public names."""
     copy = folder / "keras_shardopt"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copy / "extensions" / extension)
     rows = copy / "extensions" / "__init__.py"
-    for extension in extensions:
-        shutil.rmtree(copy / "extensions" / extension)
-        rows.write_text(re.sub(rf'(, "?{extension}"?\b"?|"?\b{extension}"?, )', "", rows.read_text()))
+    rows.write_text(re.sub(rf'(, "?{extension}"?\b"?|"?\b{extension}"?, )', "", rows.read_text()))
     face = copy / "__init__.py"
     lines = face.read_text().splitlines(keepends=True)
-    imports = tuple(f"from keras_shardopt.extensions.{extension}" for extension in extensions)
-    gone = [line for line in lines if line.startswith(imports)]
+    gone = [line for line in lines if line.startswith(f"from keras_shardopt.extensions.{extension}")]
     names = {
         name for line in gone for name in re.findall(r"(\w+)(?=,|\n)", line.split(" import ")[1].split(" as ")[-1])
     }
@@ -125,24 +123,21 @@ def run(command, folder):
 @pytest.mark.neutral
 @pytest.mark.parametrize("extension", WORDS)
 def test_a_program_runs_without_an_extension(extension, tmp_path):
-    copy = package_without([extension], tmp_path)
+    copy = package_without(extension, tmp_path)
     assert not (copy / "extensions" / extension).exists()
     launch.program("torch", PROGRAM, tmp_path, environment=launch.variables("torch", OMP_NUM_THREADS="1"))
 
 
-MENTIONED = ["equal_bits"]  # by a file of these tests that mentions no other extension
-
-
 @pytest.mark.exhaustive
 @pytest.mark.backends("torch")
-@pytest.mark.parametrize("extensions", [MENTIONED, [name for name in WORDS if name not in MENTIONED]], ids="-".join)
-def test_other_tests_pass_without_extensions(extensions, tmp_path):
-    """Those of updates and wrapping whose file does not mention them."""
-    package_without(extensions, tmp_path)
+@pytest.mark.parametrize("extension", WORDS)
+def test_other_tests_pass_without_an_extension(extension, tmp_path):
+    """Those of updates and wrapping whose file does not mention it."""
+    package_without(extension, tmp_path)
     files = [
         path for room in ("update", "optimizers", "wrapping") for path in (TESTS / "unit" / room).glob("test_*.py")
     ]
-    words = re.compile("|".join(map(words_of, extensions)) + r"|compression|old_arguments|ks\.__all__|summaries")
+    words = re.compile(words_of(extension) + r"|compression|old_arguments|ks\.__all__|summaries")
     files = [str(path) for path in files if not words.search(path.read_text())]
     assert len(files) > 9
     out = run(["-m", "pytest", "-q", "-x", "-c", str(TESTS.parent / "pyproject.toml"), *files], tmp_path)
