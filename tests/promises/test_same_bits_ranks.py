@@ -17,9 +17,14 @@ from keras_shardopt.backends.models import buffers_of
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 CASES = [*same_bits.CASES, "bounded-SGD-plain", "wrapped-SGD-plain", "wrapped-SGD-skipped"]
-# Of each kind of model one or two; on two ranks a tree is one sum, and tests below run some cases there.
-LONG = ("masked-Adam", "masked-SGD-plain", "recurrent-SGD-plain", "attending-SGD-plain", "wrapped-SGD-plain")
-BY_DEFAULT = [(4, case) for case in CASES if not case.startswith(LONG)]
+# Of each kind of model, each optimizer and each option one; on two ranks a tree is one sum, and tests below run some
+# cases there.
+BY_DEFAULT = [
+    *("attending-Adam-plain", "normalizing-SGD-accumulated", "normalizing-SGD-summed", "normalizing-Adam-divided"),
+    *("constrained-SGD-plain", "masked-SGD-clipped", "recurrent-SGD-weighted", "bounded-SGD-plain"),
+    "wrapped-SGD-skipped",
+]
+RUNS = [(4, case) for case in CASES] + [(n, case) for n in (2, 8) for case in [*BY_DEFAULT, "paired-SGD-weighted"]]
 
 
 def alone(case):
@@ -39,7 +44,7 @@ def on_ranks(request, tmp_path_factory):
     return on_ranks
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), some([(n, case) for n in (2, 4, 8) for case in CASES], BY_DEFAULT))
+@pytest.mark.parametrize(("num_ranks", "case"), some(RUNS, lambda run: run[0] == 4 and run[1] in BY_DEFAULT))
 def test_one_sha256_for_any_number_of_ranks(num_ranks, case, on_ranks):
     assert on_ranks(num_ranks)[case] == alone(case)
 

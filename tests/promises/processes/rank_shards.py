@@ -494,7 +494,7 @@ def the_report_says_what_is_held(scope):
 
 @check
 def saved_state_fits_again_and_elsewhere(scope):
-    for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Adafactor(0.01)):
+    for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Adafactor(0.01)):
         optimizer, mine, _, alone = both(scope, make)
         store = saved(optimizer)
         real, flat_state._MAX_ELEMENTS_SENT = flat_state._MAX_ELEMENTS_SENT, 50
@@ -648,7 +648,7 @@ def a_rank_that_loads_alone_between_two_fits_is_noticed(scope):
 
 @check
 def fit_trains_as_one_process_does(scope):
-    x, y = problem.data()
+    x, y = problem.data(6)
     model, reference = problem.model(), problem.model()
     reference.compile(problem.sgd_momentum(), "mse")
     reference.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
