@@ -742,7 +742,7 @@ def compression_of_gradients_in_half_precision(scope):
 
 @check
 def compiled_steps(scope):
-    model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
+    model, (x, y), size = problem.InOneLayer(), *my_rows(scope, num_steps=2)
     with problem.without_generated_code(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)

@@ -133,8 +133,9 @@ ELEMENTWISE = {
     "free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
     "novograd": lambda: ks.NovoGrad(0.01),
     "own ending": lambda: Doubling(0.1),
-    **{name: make for name, make in problem.keras_optimizers().items() if name not in ALREADY},
+    **{name: problem.keras_optimizers()[name] for name in ("AdamW", "Ftrl", "RMSprop momentum")},
 }
+OTHERS = {name: make for name, make in problem.keras_optimizers().items() if name not in (*ALREADY, *ELEMENTWISE)}
 
 
 @check
@@ -146,8 +147,8 @@ def a_rank_without_a_part_of_a_weight_keeps_no_memory_of_it(scope):
 
 
 @check
-def updates_are_those_of_one_process(scope):
-    for name, make in ELEMENTWISE.items():
+def updates_are_those_of_one_process(scope, optimizers=ELEMENTWISE):
+    for name, make in optimizers.items():
         # Ftrl takes powers, of which the last elements of a tensor are computed by another function than the rest.
         tolerance = 1e-6 if name in ("Adafactor", "novograd", "Ftrl") else 0.0
         try:
@@ -155,6 +156,11 @@ def updates_are_those_of_one_process(scope):
         except BaseException:
             print(f"rank {scope.replica_id}: {name}", flush=True)
             raise
+
+
+@check
+def updates_of_other_optimizers_of_keras_are_those_of_one_process(scope):
+    updates_are_those_of_one_process(scope, OTHERS)
 
 
 @check
