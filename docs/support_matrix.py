@@ -105,7 +105,7 @@ FEATURES = [
         _on(
             jax="promises/test_automatic_sharding_jax.py::test_the_updates_are_those_of_one_process",
             tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",
-            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_ranks",
         ),
     ),
     Feature(
@@ -113,8 +113,8 @@ FEATURES = [
         _on(
             jax="promises/test_automatic_sharding_jax.py::test_evaluate_and_predict_tell_of_all_rows",
             tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",
-            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[evaluate_and_predict] "
-            "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_ranks[2-evaluate_and_predict] "
+            "promises/test_automatic_sharding_ranks.py::test_on_ranks[2-outputs_of_other_kinds]",
         ),
     ),
     Feature(
@@ -133,7 +133,7 @@ FEATURES = [
             jax="promises/test_uneven_batches_devices.py::test_state_of_layers_in_a_shard_map",
             tensorflow="unit/fit/test_tensorflow_scopes.py::"
             "test_several_steps_per_execution_need_prepare_and_are_those_of_one",
-            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[several_steps_per_execution]",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_ranks[2-several_steps_per_execution]",
         ),
         {"tensorflow": "after `prepare`"},
     ),

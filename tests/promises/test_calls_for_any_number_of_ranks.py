@@ -4,8 +4,6 @@ The ranks do not exist: a process group of PyTorch's that moves nothing stands i
 """
 
 import json
-import os
-import sys
 
 import pytest
 from support import launch
@@ -32,8 +30,8 @@ SENT = {
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
     result = tmp_path_factory.mktemp("counts") / "counts.json"
-    command = [sys.executable, str(launch.SCRIPTS / "fake_ranks.py"), str(result), FEW, MANY]
-    launch.run(command, 240.0, dict(os.environ))
+    environments, start = [launch.variables("torch", OMP_NUM_THREADS="1")], launch.fork_with("torch")
+    launch.workers("fake_ranks.py", environments, result, FEW, MANY, timeout=240, start=start)
     return json.loads(result.read_text())
 
 

@@ -15,13 +15,14 @@ CHECKS = checks.names_in(SOURCE)
 AGAIN = ["wire_bytes_are_those_of_one_reduction", "files_travel_between_numbers_of_ranks"]
 FIT, REPORT = "fit_trains_as_one_process_does", "the_report_says_what_is_held"  # batches divide by two, not by three
 WHOLE = "whole_variables_are_updated_whole"
+LONG = (WHOLE, "the_checks_can_fail", "updates_of_other_optimizers_of_keras_are_those_of_one_process")
 RUNS = [(2, name) for name in [*AGAIN, FIT, WHOLE]]
 RUNS += [(3, name) for name in CHECKS if name != FIT]
 RUNS += [(4, name) for name in [*AGAIN, REPORT]]
 
 
 def is_default(run):
-    return (run[0] == 3 and run[1] not in (WHOLE, "the_checks_can_fail")) or run == (2, FIT)
+    return (run[0] == 3 and run[1] not in LONG) or run == (2, FIT)
 
 
 @pytest.fixture(scope="module")

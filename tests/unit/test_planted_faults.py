@@ -1054,7 +1054,7 @@ FAULTS = [
         "fit/torch/session.py",
         "            self.batches = before",
         "            pass",
-        "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[predictions_in_the_middle_of_training]",
+        "promises/test_automatic_sharding_ranks.py::test_on_ranks[2-predictions_in_the_middle_of_training]",
     ),
     fault(
         "fit/jax/step.py",
@@ -1166,7 +1166,7 @@ FAULTS = [
         "fit/torch/results.py",
         "part = _bytes(tensor[: mine * factor])",
         "part = _bytes(tensor[:mine])",
-        "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
+        "promises/test_automatic_sharding_ranks.py::test_on_ranks[2-outputs_of_other_kinds]",
     ),
     fault(
         "extensions/local_sgd/sync.py",
@@ -1624,7 +1624,7 @@ FAULTS = [
         "fit/torch/trainer.py",
         "if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):",
         "if session.call is Phase.TRAIN_BATCH:",
-        "promises/test_first_program_ranks.py::test_on_three_ranks"
+        "promises/test_first_program_ranks.py::test_on_two_ranks"
         "[statistics_are_averaged_after_each_call_of_train_on_batch]",
     ),
     fault(

@@ -137,9 +137,12 @@ def trained_both_ways(scope, make=dense, inner=problem.sgd_momentum, between=lam
     return found
 
 
+FIRST = ("dense", "synchronized")
+
+
 @check
 def weights_are_those_of_sharded_state(scope):
-    for name in ("dense", "synchronized"):
+    for name in FIRST:
         assert_same(*trained_both_ways(scope, MODELS[name]))
 
 
@@ -153,8 +156,8 @@ def functions_take_weights_in_a_tuple(scope):
 
 @check
 def layers_use_weights_as_they_like(scope):
-    for make in MODELS.values():
-        assert_same(*trained_both_ways(scope, make))
+    for name in [name for name in MODELS if name not in FIRST]:
+        assert_same(*trained_both_ways(scope, MODELS[name]))
 
 
 @check

@@ -1,7 +1,6 @@
 """`save_model(..., portable=True)`: files that Keras loads in a process without this package."""
 
 import json
-import sys
 import zipfile
 
 import keras
@@ -15,6 +14,10 @@ import keras_shardopt as ks
 # A finder that raises if something imports the package, as where it is not installed.
 WITHOUT = """
 import sys
+import warnings
+
+assert "keras_shardopt" not in sys.modules
+warnings.simplefilter("error", UserWarning)
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -55,10 +58,8 @@ def test_keras_alone_continues_with_the_inner_optimizer(tmp_path):
     assert model.optimizer is optimizer and model.layers[0].synchronized
     for name, array in zip("xy", (x, y)):
         np.save(f"{file}.{name}", array)
-    environment = launch.variables(BACKEND, OMP_NUM_THREADS="1", PYTHONWARNINGS="error::UserWarning")
-    program = tmp_path / "resume.py"
-    program.write_text(WITHOUT + RESUMES)
-    printed = launch.run([sys.executable, str(program), file], 100, environment)
+    environment = launch.variables(BACKEND, OMP_NUM_THREADS="1")
+    printed = launch.program(BACKEND, WITHOUT + RESUMES, file, environment=environment)
     assert printed.splitlines()[-1] == "Adam False"
 
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)

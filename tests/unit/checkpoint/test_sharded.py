@@ -7,14 +7,14 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
 import sys
 
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from support import catalogue, problem
+from conftest import BACKEND
+from support import catalogue, launch, problem
 from support.suites import some
 from support.worlds import Processes
 
@@ -645,9 +645,8 @@ def test_plain_keras_reads_a_consolidated_file_without_this_package(tmp_path):
         "import keras, sys; model = keras.saving.load_model(sys.argv[1]); print(type(model.optimizer).__name__, "
         "int(model.optimizer.iterations), 'keras_shardopt' in sys.modules)"
     )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "model.keras")]
-    printed = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert printed.split() == ["Adam", "1", "False"]
+    printed = launch.program(BACKEND, program, tmp_path / "model.keras", environment=launch.variables(BACKEND))
+    assert printed.splitlines()[-1].split() == ["Adam", "1", "False"]
 
 
 @same
