@@ -1683,8 +1683,7 @@ def run(folder, tests):
     for name in OF_THIS_RUN:
         environment.pop(name, None)
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
-    start = launch.fork_with(BACKEND) if BACKEND != "tensorflow" else None
-    launch.workers(__file__, [environment], folder, file, *tests, timeout=300, start=start)
+    launch.workers(__file__, [environment], folder, file, *tests, timeout=300, start=launch.fork_with(BACKEND))
     return json.loads(file.read_text())
 
 
