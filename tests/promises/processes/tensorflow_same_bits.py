@@ -8,11 +8,13 @@ import pathlib
 import sys
 import warnings
 
+import tensorflow as tf
 from promises.problems import same_bits
 
 import keras_shardopt as ks
 
 warnings.filterwarnings("ignore")
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 file, num_devices, *cases = sys.argv[1:]
 found = {}
