@@ -1,11 +1,11 @@
 """TensorFlow: with virtual replicas the bits of a training run do not depend on the number of devices."""
 
+import functools
 import json
 
 import pytest
 import tensorflow as tf
 from promises.problems import same_bits
-from promises.problems.same_bits import trained_on
 from support import launch
 from support.suites import some
 
@@ -33,6 +33,11 @@ def graphs_as_they_are(request):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     yield
     tf.config.optimizer.set_experimental_options(before)
+
+
+@functools.cache
+def trained_on(num_devices, case):
+    return same_bits.trained_on(num_devices, case, **same_bits.validation_of(case))
 
 
 @pytest.mark.parametrize(("num_devices", "case"), some(ON, BY_DEFAULT))

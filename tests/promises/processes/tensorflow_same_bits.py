@@ -20,6 +20,6 @@ file, num_devices, *cases = sys.argv[1:]
 found = {}
 for case in cases:
     with ks.data_parallel(int(num_devices)) as replicas:
-        found[case] = same_bits.trained(replicas, case)
+        found[case] = same_bits.trained(replicas, case, **same_bits.validation_of(case))
     replicas.close()
 pathlib.Path(file).write_text(json.dumps(found))
