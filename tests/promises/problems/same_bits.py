@@ -235,10 +235,10 @@ def digest(*arrays):
     return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
-def trained(replicas, case):
+def trained(replicas, case, **more):
     """Digests of the weights, with all state of the model, and of the logs of all epochs, validation apart."""
     model = model_of(case)
-    history = fit(model, case)
+    history = fit(model, case, **more)
     finite = [np.isfinite(values).all() for name, values in history.items() if name != "loss" or "skipped" not in case]
     state = [keras.ops.convert_to_numpy(value) for value in [*model.weights, *buffers_of(model)]]
     assert all(finite) and not any(np.isnan(value).any() for value in state)
@@ -273,14 +273,19 @@ def restarted(case, folder, step=-1):
     return {"weights": digest(*model.weights), "state": digest(*model.optimizer.variables)}
 
 
+def validation_of(case):
+    """For `fit`: none with options of the optimizer, which has no part in it."""
+    return {} if case.endswith("plain") else {"validation_data": None}
+
+
 # -- on devices of this process ------------------------------------------------------------------------------------
 
 
 @functools.cache
-def trained_on(num_devices, case):
+def trained_on(num_devices, case, **more):
     """What `trained` finds on so many devices of this process; None for what `data_parallel` takes by itself."""
     with ks.data_parallel(num_devices) as replicas:
-        found = trained(replicas, case)
+        found = trained(replicas, case, **more)
     replicas.close()
     return found
 

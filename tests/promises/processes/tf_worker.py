@@ -38,6 +38,7 @@ class Count(keras.layers.Layer):
 
 
 def main():
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), ks.data_parallel(prepare=False) as scope:
         assert (scope.num_replicas, scope.num_processes) == (2, 2)
