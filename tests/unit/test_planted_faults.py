@@ -1238,8 +1238,8 @@ FAULTS = [
     ),
     fault(
         "fit/tensorflow/step.py",
-        "(metric, logged(values), sample_weight",
-        "(metric, values, sample_weight",
+        "return logged(value), sample_weight",
+        "return value, sample_weight",
         "promises/test_equals_one_process_tensorflow.py::"
         "test_means_that_a_custom_step_keeps_of_its_losses_are_those_of_one_process",
         backend="tensorflow",
