@@ -11,10 +11,9 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import ALL_FINITE, Tensor, overwrites_variable
-from keras_shardopt.update.all_reduce import AllReduce
+from keras_shardopt.update.all_reduce import AllReduce, GradientSlicer
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.reduce_scatter import GradientSlicer
 from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer

@@ -121,7 +121,7 @@ class Peers:
         optimizer = self._context.optimizer
         if optimizer._options.reduction == "sum" or current_share() is not None:
             return
-        for loss in sum_losses_of(optimizer, optimizer._trainable_variables)[:1]:
+        for loss in sum_losses_of(optimizer, self._context.trainable)[:1]:
             warn(
                 "The gradients of a loss that sums over rows must be summed over replicas. Their mean is "
                 f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_shardopt.update.all_reduce import AllReduce
+from keras_shardopt.update.all_reduce import AllReduce, GradientSlicer, ReduceScatter
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.overlapped import OVERLAPS, Overlapped
-from keras_shardopt.update.reduce_scatter import GradientSlicer, ReduceScatter
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.transport import Transport, transport_of
 

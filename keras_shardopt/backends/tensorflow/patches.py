@@ -9,7 +9,7 @@ _DRAWS = (
 
 PATCHES = {
     "reduction": {
-        "keras.src.backend.tensorflow.optimizer.TFOptimizer._all_reduce_sum_gradients": (
+        "keras.optimizers.Optimizer._all_reduce_sum_gradients": (
             "backends.tensorflow.runtime:reducing_once()",
             "leaves reduced gradients unchanged, until Keras' optimizers have an argument for this",
         ),
